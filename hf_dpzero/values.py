@@ -5,10 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import yaml
+
+_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+_TRUTH = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_NUMBER = re.compile(
+    r"^[-+]?(?:\d[\d_]*\.[\d_]*|\.\d+|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?$|^[-+]?\.(?:inf|Inf)$"
+)
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -18,39 +24,25 @@ class RecipeLoader(yaml.SafeLoader):
     `eval_strategy: no` would both mean something else than what stands there.
     """
 
-
-def _resolvers_without(*tags: str) -> dict[str, list[Any]]:
-    inherited = yaml.SafeLoader.yaml_implicit_resolvers
-    return {
-        first: [rule for rule in rules if rule[0] not in tags] for first, rules in inherited.items()
+    yaml_implicit_resolvers = {  # noqa: RUF012 # by the first character of a word
+        first: [rule for rule in rules if rule[0] not in (_BOOL, _FLOAT)]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-
-def _unique_mapping(loader: RecipeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
-    if repeated:
-        raise ValueError(f"key {repeated[0]!r} appears more than once; keep one.")
-    return dict(loader.construct_pairs(node, deep=True))
-
-
-def _configure_loader() -> None:
-    bool_tag, float_tag = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
-    RecipeLoader.yaml_implicit_resolvers = _resolvers_without(bool_tag, float_tag)
-    truth = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-    number = re.compile(
-        r"^[-+]?(?:\d[\d_]*\.[\d_]*|\.\d+|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?$|^[-+]?\.(?:inf|Inf)$"
-    )
-    RecipeLoader.add_implicit_resolver(bool_tag, truth, list("tTfF"))
-    RecipeLoader.add_implicit_resolver(float_tag, number, list("-+0123456789."))
-    RecipeLoader.add_constructor("tag:yaml.org,2002:map", _unique_mapping)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuses a key that appears twice, of which YAML would keep the last."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if repeated := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"key {repeated[0]!r} appears more than once; keep one.")
+        return super().construct_mapping(node, deep=deep)
 
 
-_configure_loader()
+RecipeLoader.add_implicit_resolver(_BOOL, _TRUTH, list("tTfF"))
+RecipeLoader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses YAML text with `RecipeLoader`.
+    """Reads YAML text with `RecipeLoader`.
 
     >>> parse_yaml("{a: 1e-6, b: no, c: [true, 2]}")
     {'a': 1e-06, 'b': 'no', 'c': [True, 2]}
@@ -65,14 +57,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """A list, however it is written: `[a, b]` in YAML, `a,b` or `a b` on a command line.
+    """Reads a list, however it is written: `[a, b]` in YAML, `a,b` or `a b` on a command line.
 
-    Args:
-      value: a list stays as it is (its items may hold commas); text is a YAML list if it begins with
-        "[", else words between commas; anything else is no list.
-
-    Returns:
-      The list, or `value` where it is none.
+    A list stays as it is (its items may hold commas), and so does anything else but text, which is a
+    YAML list if it begins with "[", else words between commas.
 
     >>> listed("a, b"), listed("[a, 'b, c']"), listed(["a, b", "c"]), listed(3)
     (['a', 'b'], ['a', 'b, c'], ['a, b', 'c'], 3)
@@ -85,14 +73,7 @@ def listed(value: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Finds the known word most like `word`, or else one that has it as a part.
-
-    Args:
-      word: as written.
-      known: what may be written.
-
-    Returns:
-      The nearest known word, or None if none is close.
+    """Finds the known word most like `word`, or else one that has it as a part; None if none is close.
 
     >>> nearest("lerning_rate", ["learning_rate", "max_steps"])
     'learning_rate'
@@ -106,34 +87,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def one_of(arguments: Any, name: str, choices: tuple[str | None, ...], hint: str) -> None:
-    """Checks that a field has one of the known values.
-
-    Args:
-      arguments: config object.
-      name: its field.
-      choices: known values; None is written `null`.
-      hint: what to choose, for the message.
-
-    Raises:
-      ValueError: names the field, its value and the known ones.
-    """
+def one_of(arguments: object, name: str, choices: Sequence[str | None], hint: str) -> None:
+    """Refuses a value of a field `name` that is none of `choices`; the message ends with the hint."""
     value = getattr(arguments, name)
     if value not in choices:
         known = ", ".join("null" if choice is None else choice for choice in choices)
         raise ValueError(f"{name}={value!r} is not one of {known} ({hint}).")
 
 
-def positive(arguments: Any, *names: str) -> None:
-    """Checks that numeric fields are above 0; None passes.
-
-    Args:
-      arguments: config object.
-      names: its fields.
-
-    Raises:
-      ValueError: names the field and its value.
-    """
+def positive(arguments: object, *names: str) -> None:
+    """Refuses numeric fields that are not above 0; None passes."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
@@ -141,7 +104,7 @@ def positive(arguments: Any, *names: str) -> None:
 
 
 def encode(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they are written as strings, as in privacy_report.json."""
+    """Writes infinity and NaN, which JSON lacks, as strings, as in privacy_report.json."""
     if isinstance(value, Mapping):
         return {key: encode(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -150,7 +113,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
+    """Reads what `encode` wrote."""
     if isinstance(value, dict):
         return {key: decode(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.initialization import no_init_weights
 
-from hf_dpzero.experiments.model_on_meta import SHAPES
+from hf_dpzero.experiments.memory import SHAPES
 from hf_dpzero.objectives.losses import model_logits
 from hf_dpzero.objectives.prompted import LabelWords
 from scripts.benchmarks.shapes import build_config, fill_

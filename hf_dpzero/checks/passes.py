@@ -46,13 +46,14 @@ from hf_dpzero.checks.public_rows import NOT_TAKEN, first_row, widths
 from hf_dpzero.checks.smoke_test import ROOM, CoupledLosses, Losses, SmokeTest
 from hf_dpzero.estimators.arithmetic import uncompiled
 from hf_dpzero.estimators.arrivals import arriving_bytes
-from hf_dpzero.estimators.finite_differences import batch_size, evaluation_mode
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     base_model,
+    batch_size,
     check_per_example,
+    evaluation_mode,
     single_pass,
     trial,
 )

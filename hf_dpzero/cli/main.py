@@ -1,6 +1,6 @@
 """`hf-dpzero`: train, evaluate, plan, replay, push, sweep, compare, federate, recipes, init.
 
-This module only parses words and dispatches; each command's work is a module in `hf_dpzero.cli`,
+This module only parses words and dispatches; each command's work is in a module of `hf_dpzero.cli`,
 imported when it runs, so that `--help` is instant.
 
 Exit status: 0 done, 2 a mistake in what was asked (one line on stderr, `--traceback` for more),
@@ -20,10 +20,16 @@ import types
 import typing
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import hf_dpzero
 from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Push
+
+MODULES = {
+    "train": "train", "evaluate": "train", "plan": "plan", "replay": "release", "push": "release",
+    "compare": "many_runs", "sweep": "many_runs", "federate": "many_runs", "recipes": "start",
+    "init": "start",
+}  # fmt: skip
+"""Command -> the module that holds its `run_COMMAND`."""
 
 MISTAKES = (ValueError, OSError, ImportError)
 """What a user can cause and mend: bad settings, files and network, an extra not installed."""
@@ -32,6 +38,7 @@ MISTAKES = (ValueError, OSError, ImportError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; `argv` defaults to the process's own."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # Hugging Face's loaders pin memory by default; without a GPU torch warns of it in each run.
     warnings.filterwarnings("ignore", message=".*'pin_memory' argument is set as true")
     try:
         _dispatch(words)
@@ -45,17 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MISTAKES as error:
         if "--traceback" in words:
             raise
-        print(f"error: {_told(error)}", file=sys.stderr)
+        from hf_dpzero.ledger.log_file import LedgerError
+
+        # A mistake is one line; a ledger's refusal keeps its list of settings, one a line.
+        lines = str(error).splitlines() if isinstance(error, LedgerError) else [str(error)]
+        text = "\n  ".join(" ".join(line.split()) for line in lines)
+        print(f"error: {text or type(error).__name__}", file=sys.stderr)
         return 2
 
 
 def _dispatch(words: list[str]) -> None:
     parser = _build_parser()
-    if words[:1] == ["bench"]:
-        parser.error(
-            "unknown command 'bench': benchmarks run from a source checkout, as "
-            "`python -m scripts.benchmarks`"
-        )
+    # What the parser does not know are settings of the recipe, which has its own parser.
     parsed, overrides = parser.parse_known_args(words)
     values = vars(parsed)
     command = values.pop("command")
@@ -68,25 +76,19 @@ def _dispatch(words: list[str]) -> None:
         if command == "plan" and not hint:
             hint = "; plan --recipe RECIPE takes every setting of a run"
         parser.error(f"unrecognized arguments: {' '.join(overrides)}{hint}")
+    module = importlib.import_module(f"hf_dpzero.cli.{MODULES[command]}")
     try:
-        importlib.import_module(f"hf_dpzero.cli.{command}").run(arguments)
+        getattr(module, f"run_{command}")(arguments)
     except ValueError as error:
+        # What is no option is taken for a setting of the recipe; it may have been meant as an option.
         unknown = re.search(r"^command line: unknown key '(\w+)'", str(error))
         if unknown and (hint := _meant(unknown[1], values)):
             raise ValueError(f"unknown option --{unknown[1]}{hint}") from error
         raise
 
 
-def _told(error: BaseException) -> str:
-    """A mistake as one line; a ledger's refusal keeps its list of settings, one a line."""
-    from hf_dpzero.ledger.log_file import LedgerError
-
-    lines = str(error).splitlines() if isinstance(error, LedgerError) else [str(error)]
-    return "\n  ".join(" ".join(line.split()) for line in lines) or type(error).__name__
-
-
 def _meant(word: str, options: Iterable[str]) -> str:
-    """The option of the command that is nearest to a word, as a question; empty if none is near."""
+    """Returns the option that is nearest to a word, as a question; empty if none is near."""
     from hf_dpzero.values import nearest
 
     near = nearest(word.lstrip("-").split("=")[0].replace("-", "_"), options)
@@ -94,6 +96,7 @@ def _meant(word: str, options: Iterable[str]) -> str:
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    """Makes a subcommand of each class of options, and an option of each of its fields."""
     parser = argparse.ArgumentParser(
         prog="hf-dpzero",
         description="Differentially private zeroth-order fine-tuning with Hugging Face.",
@@ -110,30 +113,28 @@ def _build_parser() -> argparse.ArgumentParser:
             epilog=None if options is Push else OVERRIDES,
             allow_abbrev=False,
         )
-        types_of_fields = typing.get_type_hints(options)
+        hints = typing.get_type_hints(options)
         for field in dataclasses.fields(options):
-            if field.name != "overrides":
-                _add_option(command, field, types_of_fields[field.name])
+            if field.name == "overrides":
+                continue
+            settings, kind = dict(field.metadata), hints[field.name]
+            if isinstance(kind, types.UnionType):  # of None and a type
+                kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
+            if kind is bool:
+                settings["action"] = (
+                    argparse.BooleanOptionalAction if field.default else "store_true"
+                )
+            elif kind in (int, float):
+                settings["type"] = _whole if kind is int else float
+            if settings.pop("positional", False):
+                command.add_argument(field.name, **{"metavar": field.name.upper(), **settings})
+            else:
+                command.add_argument(f"--{field.name}", default=field.default, **settings)
     return parser
 
 
-def _add_option(command: argparse.ArgumentParser, field: dataclasses.Field, kind: Any) -> None:
-    """Adds the option that a field of `Options` describes."""
-    settings = dict(field.metadata)
-    if isinstance(kind, types.UnionType):  # of None and a type
-        kind = next(member for member in typing.get_args(kind) if member is not type(None))
-    if kind is bool:
-        settings["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
-    elif kind in (int, float):
-        settings["type"] = _whole if kind is int else float
-    if settings.pop("positional", False):
-        command.add_argument(field.name, **{"metavar": field.name.upper(), **settings})
-    else:
-        command.add_argument(f"--{field.name}", default=field.default, **settings)
-
-
 def _whole(word: str) -> int:
-    """An integer, also written as 1e4."""
+    """Reads an integer, also written as 1e4."""
     number = float(word)
     if not number.is_integer():
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number")

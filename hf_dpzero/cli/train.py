@@ -1,31 +1,52 @@
-"""`hf-dpzero train RECIPE`: evaluate the untrained model, train, evaluate, save, report."""
+"""`hf-dpzero train RECIPE` and `hf-dpzero evaluate RECIPE`."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
-from collections.abc import Mapping
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dpzero.cli.options import Train
+from hf_dpzero.cli.options import Evaluate, Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.privacy.schedule_gain import schedule_curves
-from hf_dpzero.recipes.build import build_trainer, output_dir
-from hf_dpzero.recipes.recipe import Recipe, load_recipe
-from hf_dpzero.recipes.unused import unused_settings
+from hf_dpzero.recipes.adapters import ADAPTER_FILE
+from hf_dpzero.recipes.build import (
+    build_trainer,
+    check_context,
+    load_trained,
+    refuse_rows_of,
+    refuse_training_texts,
+    with_kept_column,
+)
+from hf_dpzero.recipes.recipe import (
+    Recipe,
+    coerce_fields,
+    load_recipe,
+    parse_overrides,
+    read_recipe,
+    unused_settings,
+)
 from hf_dpzero.reporting.plots import PLOT_FILE, optional_plot, plot_run
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
+from hf_dpzero.reporting.provenance import Origin, trained_as
 from hf_dpzero.reporting.redaction import RECIPE_FILE
 
 if TYPE_CHECKING:
+    from hf_dpzero.tasks import AnyTask
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 
-def run(arguments: Train) -> None:
+def run_train(arguments: Train) -> None:
     """Trains as the recipe and the overrides say and leaves everything in its output_dir."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    resume = _checkpoint(recipe.training.resume_from_checkpoint)
-    folder = output_dir(recipe)
+    named = recipe.training.resume_from_checkpoint  # alone on a command line it is "true": the last
+    word = (named or "false").lower()
+    resume = {"true": True, "false": None}.get(word, named)
+    folder = recipe.output_dir
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir={str(folder)!r} is a file; give a folder.")
     if isinstance(resume, str) and not Path(resume).is_dir():
@@ -62,7 +83,12 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
     from hf_dpzero.training.termination import heeding
 
     zero_shot = trainer.evaluate(metric_key_prefix="zero_shot")
-    _check_metric(recipe.training.metric_for_best_model, zero_shot)
+    best = recipe.training.metric_for_best_model
+    known = [key.removeprefix("zero_shot_") for key in zero_shot]
+    if best is not None and best.removeprefix("eval_") not in known:  # before any budget is spent
+        raise ValueError(
+            f"metric_for_best_model={best!r} is none of the metrics of evaluation: {', '.join(known)}."
+        )
     meter = StepMeter()
     trainer.add_callback(meter)
     with heeding():  # until the model is saved: its weights may be nowhere else
@@ -76,11 +102,11 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
         trainer.log_metrics(split, metrics)
         trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
-        (output_dir(recipe) / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
+        (recipe.output_dir / RECIPE_FILE).write_text(recipe.to_yaml(), encoding="utf-8")
         try:
             with optional_plot(PLOT_FILE):
                 curves = schedule_curves(trainer.plan)
-                plot_run(trainer.state.log_history, output_dir(recipe), curves)
+                plot_run(trainer.state.log_history, recipe.output_dir, curves)
         except Exception as error:  # the weights and their report are there: a plot is an extra
             print(f"no training curve was drawn: {error}", file=sys.stderr)
     trainer.create_model_card()  # in place of PEFT's empty template
@@ -88,24 +114,136 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
         trainer.push_to_hub()
 
 
-def _check_metric(name: str | None, measured: Mapping[str, float]) -> None:
-    """Refuses a metric_for_best_model that evaluation does not give, before any budget is spent.
+# ---- evaluation
 
-    >>> _check_metric("eval_accuracy", {"zero_shot_accuracy": 0.5})
+
+def run_evaluate(arguments: Evaluate) -> None:
+    """Evaluates and prints; with --output_dir also writes eval_results.json there.
+
+    Without --model_name_or_path this is the zero-shot figure of the recipe's base model, which
+    --zero_shot insists on. `privacy` in the results says what the figure has seen of the training rows.
     """
-    known = [key.removeprefix("zero_shot_") for key in measured]
-    if name is not None and name.removeprefix("eval_") not in known:
-        raise ValueError(
-            f"metric_for_best_model={name!r} is none of the metrics of evaluation: {', '.join(known)}."
+    from hf_dpzero.tasks import build_task
+
+    overrides = parse_overrides(arguments.overrides)
+    with tempfile.TemporaryDirectory() as scratch:
+        recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
+        keys = ("model_name_or_path", "model_revision")
+        written = {k: v for k, v in read_recipe(arguments.recipe).items() if k in keys}
+        # The base is what the file names: the command line may name a trained model instead.
+        named = coerce_fields(written, str(arguments.recipe))
+        base = named.get("model_name_or_path", "")
+        own = Origin.of(base, named.get("model_revision"))
+        if arguments.zero_shot:
+            _check_zero_shot(recipe, own)
+        statement = privacy_statement(recipe, own)
+        task = build_task(recipe.data)
+        refuse_training_texts(task)
+        # The private rows may be others: those of the recipe's file, or of the recipe beside the model.
+        others = []
+        for file in (Path(arguments.recipe), Path(recipe.model.model_name_or_path) / RECIPE_FILE):
+            with contextlib.suppress(OSError, ValueError):  # a recipe of rows that are not here
+                others.append(load_recipe(file, {"output_dir": scratch}).data)
+        rows = ("task", "dataset_name", "dataset_config_name", "train_file", "validation_file")
+        for other in others:
+            if any(getattr(other, name) != getattr(recipe.data, name) for name in rows):
+                refuse_rows_of(other, task)
+        metrics = _evaluate(recipe, task, base, quiet=arguments.json)
+    results = {**metrics, "privacy": statement}
+    if "output_dir" in overrides:
+        recipe.output_dir.mkdir(parents=True, exist_ok=True)
+        path = recipe.output_dir / "eval_results.json"
+        path.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
+    print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else statement)
+
+
+def _check_zero_shot(recipe: Recipe, own: Origin) -> None:
+    """Refuses what would not be zero-shot."""
+    shown, model = recipe.data.num_demonstrations, recipe.model.model_name_or_path
+    used = Origin.of(model, recipe.model.model_revision)
+    if shown:
+        problem = f"num_demonstrations={shown} says otherwise; leave one out."
+    elif (training := trained_as(used)) is not None:
+        problem = f"model_name_or_path={model} was trained: {training}"
+    elif used.path != own.path:
+        problem = f"model_name_or_path={model} says otherwise; leave one out."
+    elif used != own:
+        revision = recipe.model.model_revision
+        problem = f"model_revision={revision} says otherwise; leave one out."
+    else:
+        return
+    raise ValueError(
+        f"--zero_shot evaluates the recipe's base model without training rows, and {problem}"
+    )
+
+
+def privacy_statement(recipe: Recipe, own: Origin) -> str:
+    """Returns in words what an evaluation's figures have seen of training rows.
+
+    Claims that no row was used only of the recipe's own model and revision, and only where nothing
+    beside it tells of a training. An adapter, or a model trained on the recipe's base, says what is
+    known of the base too.
+
+    Args:
+      recipe: with what the command line changed.
+      own: the model that the recipe's file names.
+    """
+    if recipe.data.num_demonstrations:
+        return (
+            f"NOT PRIVATE: {recipe.data.num_demonstrations} training rows stand in every prompt; what "
+            "the model then says depends on them without any noise"
         )
+    used = Origin.of(recipe.model.model_name_or_path, recipe.model.model_revision)
+    training = trained_as(used)
+    if training is None:
+        return _untrained(used, own)
+    base = own
+    if (Path(used.path) / ADAPTER_FILE).is_file():  # its base is loaded at the revision asked for
+        base = Origin(own.path, used.revision)
+    of_base = trained_as(base) if base != used else None
+    if of_base is None and base != own:
+        of_base = _untrained(base, own)
+    return training if of_base is None else f"{training} And of its base model: {of_base}"
 
 
-def _checkpoint(setting: str | None) -> str | bool | None:
-    """What `--resume_from_checkpoint` means: a folder, or (alone, or "true") the last checkpoint.
+def _untrained(used: Origin, own: Origin) -> str:
+    """Returns what is said of a model that comes without any trace of a training."""
+    if used.path != own.path:
+        return (
+            f"NOT KNOWN: {used.path} is not the recipe's base model and has no {REPORT_FILE}, so "
+            "nothing says what it was trained on"
+        )
+    if used.revision != own.revision:
+        return (
+            f"NOT KNOWN: the recipe names the revision {own.revision!r} of {used.path}, and nothing "
+            f"says what {used.revision!r} was trained on"
+        )
+    return "zero-shot: no training row was used"
 
-    >>> [_checkpoint(word) for word in ("true", "out/checkpoint-50", None, "false")]
-    [True, 'out/checkpoint-50', None, None]
-    """
-    if setting is None or setting.lower() == "false":
-        return None
-    return True if setting.lower() == "true" else setting
+
+def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str, float]:
+    """Returns metrics of the recipe's model (`base` with an adapter on it) on its validation rows."""
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    from hf_dpzero.training.publishing import PublishingTrainer
+
+    model, tokenizer = load_trained(recipe.model, task, base)
+    check_context(model, recipe)
+    encoded = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")
+    rows = with_kept_column(encoded, task, recipe.data.keep_column)["validation"]
+    trainer = PublishingTrainer(
+        model=model,
+        args=recipe.training,
+        eval_dataset=rows,
+        processing_class=tokenizer,
+        data_collator=task.collator(tokenizer),
+        compute_metrics=task.metrics(tokenizer),
+    )
+    trainer.per_example_loss = task.objective(tokenizer)
+    trainer.remove_callback(PrinterCallback)  # log_metrics below prints the same, once
+    if quiet:
+        trainer.remove_callback(ProgressCallback)
+    metrics = {**trainer.evaluate(), "eval_samples": len(rows)}
+    if not quiet:
+        trainer.log_metrics("eval", metrics)
+    return metrics

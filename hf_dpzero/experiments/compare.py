@@ -1,22 +1,286 @@
-"""Runs what a comparison still lacks, and keeps comparison.{json,md,png} true."""
+"""Which runs a comparison consists of, methods x epsilons x seeds on the same data, and running them.
+
+Every method trains on the same rows under the same neighbouring relation and delta; whatever else its
+recipe says (model, clip, steps, learning rate, sampler, accountant) is the method's own. Each sampler
+and accountant states a valid epsilon, so methods may differ in those.
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_dpzero.experiments import runner
-from hf_dpzero.experiments.aggregate import Record, aggregate
-from hf_dpzero.experiments.grid import Run, delta_of
-from hf_dpzero.experiments.plots import PLOT_FILE, plot_comparison
-from hf_dpzero.experiments.results import Row
+from hf_dpzero.experiments.results import Record, Row, Run, aggregate
 from hf_dpzero.experiments.runner import Attempt, Start, Workspace
-from hf_dpzero.experiments.tables import TABLE_FILE, markdown, percent
+from hf_dpzero.experiments.tables import PLOT_FILE, TABLE_FILE, markdown, percent, plot_comparison
 from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.recipes.recipe import (
+    Recipe,
+    build_recipe,
+    load_recipe,
+    parse_overrides,
+    recipe_chain,
+)
 from hf_dpzero.reporting.plots import optional_plot
 from hf_dpzero.reporting.privacy_report import versions
+from hf_dpzero.shipped import find_recipe
+
+METHODS_FOLDER = "methods"
+"""Beside a recipe or above its folder; it holds one file a method, such as `_minilm-dp-adamw.yaml`."""
+
+SET_BY_THE_GRID = {
+    "method": "--methods", "target_epsilon": "--epsilons", "noise_multiplier": "--epsilons",
+    "seed": "--seeds", "subset_seed": "--seeds", "init_seed": "--seeds", "direction_key": "--seeds",
+    "output_dir": "--output_dir of the comparison", "resume_from_checkpoint": "the comparison itself",
+}  # fmt: skip
+_ADAPTER_METHODS = ("dp-lora", "lora", "dp-bitfit", "bitfit", "dp-prefix", "prefix")
+_LARGEST_SEED = 2**32 - 1  # numpy's, which Hugging Face seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One method of a comparison, before an epsilon and a seed are laid over it."""
+
+    name: str
+    source: str  # which files its settings come from
+    chain: Sequence[tuple[Path, Mapping[str, Any]]]  # their keys; later files replace earlier ones
+    fixed: Mapping[str, Any]  # settings of each of its runs that replace those of the files
+    recipe: Recipe  # as loaded with them, at some epsilon
+
+    @property
+    def private(self) -> bool:
+        """Whether it runs once an epsilon; without privacy it runs once a seed, at epsilon = inf."""
+        return not self.recipe.training.not_private
+
+    def at(self, epsilon: float, seed: int) -> Run:
+        """Returns its run at a target epsilon, inf without privacy, and a seed."""
+        settings = {
+            "target_epsilon": epsilon if self.private else None,
+            "noise_multiplier": None,  # the target sets the noise
+            "seed": seed,
+            "subset_seed": seed,
+            "init_seed": seed,
+            "resume_from_checkpoint": None,
+            "disable_tqdm": True,  # the log of a run is a file
+        }
+        if not self.recipe.training.first_order:  # gradients have no directions
+            settings["direction_key"] = seed
+        return Run(
+            name=f"{self.name}-eps{epsilon:.12g}-seed{seed}",
+            method=self.name,
+            source=self.source,
+            epsilon=epsilon,
+            recipe=build_recipe(self.chain, {**self.fixed, **settings}, self.source),
+        )
+
+
+def build_grid(
+    recipe: str | Path,
+    *,
+    methods: Sequence[str],
+    epsilons: Sequence[float],
+    seeds: Sequence[int],
+    overrides: Sequence[str] = (),
+) -> list[Run]:
+    """Returns all runs: seed by seed the methods in the given order, a method's epsilons together.
+
+    Args:
+      recipe: the recipe that every method's recipe must agree with on the data.
+      methods: entries of --methods; `_find_method` says what they may be.
+      epsilons: targets of the private methods; none takes the recipe's own target_epsilon.
+      seeds: each sets seed, subset_seed (the few-shot draw), init_seed and direction_key; none takes
+        the recipe's own seed.
+      overrides: command-line words that hold for every run.
+
+    Raises:
+      ValueError: nothing to run, a value out of range, or methods that cannot be compared.
+    """
+    settings = dict(parse_overrides(overrides))
+    for name, option in SET_BY_THE_GRID.items():
+        if name in settings:
+            raise ValueError(
+                f"--{name} {settings[name]}: set by {option} for each run of the grid; leave it out."
+            )
+    recipe = find_recipe(recipe)
+    base = load_recipe(recipe, settings)
+    own = base.training.target_epsilon
+    epsilons = list(epsilons) or ([] if own is None else [own])
+    seeds = list(seeds) or [base.training.seed]
+    for what, values, example in (
+        ("epsilons", epsilons, None),  # methods without privacy need none
+        ("seeds", seeds, "--seeds 42,13,21"),
+        ("methods", methods, "--methods dpzero,mezo"),
+    ):
+        if not values and example:
+            raise ValueError(f"there are no {what}; give e.g. {example}.")
+        _refuse_repeats(what, values)
+    for epsilon in epsilons:
+        if not 0 < epsilon < math.inf:
+            raise ValueError(
+                f"epsilon={epsilon:g} must be a finite number above 0; methods without privacy "
+                "(mezo, sgd, adamw) need none."
+            )
+    for seed in seeds:
+        if not 0 <= seed <= _LARGEST_SEED:
+            raise ValueError(f"seed={seed} must lie in 0..{_LARGEST_SEED}.")
+    some_epsilon = epsilons[0] if epsilons else 1.0
+    compared = [_find_method(name, recipe, base, settings, some_epsilon) for name in methods]
+    if not epsilons and any(method.private for method in compared):
+        raise ValueError("there are no epsilons; give e.g. --epsilons 2,6.")
+    _refuse_repeats("methods (by name)", [method.name for method in compared])
+    _check_comparable(compared)
+    # Seeds outermost: an interrupted comparison has compared all methods on those it finished.
+    runs = [
+        method.at(epsilon, seed)
+        for seed in seeds
+        for method in compared
+        for epsilon in (epsilons if method.private else [math.inf])
+    ]
+    first: dict[str, Run] = {}
+    for run in runs:  # rows are found by their digest, so equal settings would share one
+        if (twin := first.setdefault(run.digest, run)) is not run:
+            raise ValueError(
+                f"methods {twin.method!r} and {run.method!r} have the same settings ({twin.source}; "
+                f"{run.source}); name one of them."
+            )
+    return runs
+
+
+def _refuse_repeats(what: str, values: Sequence[str] | Sequence[float]) -> None:
+    for i, value in enumerate(values):
+        if value in values[:i]:
+            raise ValueError(f"{what}: {value!r} is given more than once; give it once.")
+
+
+def _find_method(
+    method: str, recipe: Path, base: Recipe, settings: Mapping[str, Any], epsilon: float
+) -> Method:
+    """Finds the settings that `method` trains with; the first of these that exists.
+
+    1. The recipe NAME-METHOD.yaml beside `recipe`, where NAME is what stands before the method in the
+       name of `recipe`: "dp-adamw" takes sst2/minilm-dp-adamw.yaml beside sst2/minilm-dpzero.yaml.
+    2. The recipe file whose path is `method`.
+    3. `recipe` with the keys of a method's file in place of its own: `_NAME-METHOD.yaml` in a folder
+       "methods" beside or above `recipe`; where there is none, NAME loses its last word
+       ("minilm-fewshot" -> "minilm"). A file of the same kind that `recipe` extends for its own method
+       is left out, and so is this step where `recipe` is a recipe for METHOD whose name names none.
+    4. `recipe` with `method: METHOD`.
+    """
+    from hf_dpzero.settings.config import METHODS
+
+    fixed, name = dict(settings), method
+    beside = recipe.parent / _sibling_name(recipe, method, base.training.method)
+    unnamed = beside.stem == f"{recipe.stem}-{method}"
+    shared = _method_file(recipe, beside, method)
+    if beside.is_file():
+        chain, source = recipe_chain(beside), str(beside)
+    elif Path(method).is_file():
+        chain, source, name = recipe_chain(Path(method)), method, Path(method).stem
+    elif shared is not None and not (method == base.training.method and unnamed):
+        prefix = shared.name.removesuffix(f"{method}{shared.suffix}")
+        # The recipe's own method may have a file of the same kind: its adapters must not stay.
+        own = [
+            (file, keys)
+            for file, keys in recipe_chain(recipe)
+            if file.parent.resolve() != shared.parent.resolve() or not file.name.startswith(prefix)
+        ]
+        chain, source = [*own, *recipe_chain(shared)], f"{recipe} with {shared}"
+    elif method in METHODS:
+        chain, source = recipe_chain(recipe), f"{recipe} with method: {method}"
+        fixed["method"] = method
+    else:
+        raise ValueError(
+            f"method {method!r} is no method ({', '.join(METHODS)}), no recipe file, and "
+            f"{recipe.parent} has no {beside.name}."
+        )
+    target = {"target_epsilon": epsilon, "noise_multiplier": None}
+    try:  # loaded once here, so that what is wrong is said of the method, not of a run
+        loaded = build_recipe(chain, {**fixed, **target}, source)
+    except ValueError as error:
+        raise ValueError(f"method {method!r}: {error}") from error
+    return Method(name=name, source=source, chain=chain, fixed=fixed, recipe=loaded)
+
+
+def _sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
+    """Returns what the recipe for `method` beside `recipe` would be called.
+
+    In the stem of `recipe`, the name of a method ends the part that siblings share.
+
+    >>> _sibling_name(Path("trec/minilm-dpzero.yaml"), "dp-adamw")
+    'minilm-dp-adamw.yaml'
+    >>> _sibling_name(Path("roberta-large-dp-lora.yaml"), "dpzero", "dp-adamw")
+    'roberta-large-dpzero.yaml'
+    >>> _sibling_name(Path("quickstart.yaml"), "mezo")
+    'quickstart-mezo.yaml'
+    """
+    from hf_dpzero.settings.config import METHODS
+
+    known = sorted({*METHODS, *_ADAPTER_METHODS, own_method}, key=len, reverse=True)
+    named = re.search(rf"-(?:{'|'.join(map(re.escape, known))})(?:-|$)", recipe.stem)
+    stem = recipe.stem[: named.start()] if named else recipe.stem
+    return f"{stem}-{method}{recipe.suffix or '.yaml'}"
+
+
+def _method_file(recipe: Path, sibling: Path, method: str) -> Path | None:
+    """Finds `_NAME-METHOD.yaml` of the longest NAME, in the nearest folder that has one."""
+    words = sibling.stem.removesuffix(f"-{method}").split("-")
+    for count in range(len(words), 0, -1):
+        for place in (recipe.parent, Path(os.path.normpath(recipe.parent / ".."))):
+            file = f"_{'-'.join(words[:count])}-{method}{sibling.suffix}"
+            if (path := place / METHODS_FOLDER / file).is_file():
+                return path
+    return None
+
+
+def _check_comparable(methods: Sequence[Method]) -> None:
+    """Refuses methods that differ in their data or, among private ones, in what epsilon means."""
+
+    def data_of(recipe: Recipe) -> dict[str, str]:
+        values = {name: repr(value) for name, value in vars(recipe.data).items()}
+        return {name: value for name, value in values.items() if name != "subset_seed"}  # --seeds
+
+    def meaning_of(recipe: Recipe) -> dict[str, str]:
+        relation = recipe.training.neighboring_relation
+        return {"neighboring_relation": relation, "target_delta": delta_of(recipe)}
+
+    private = [method for method in methods if method.private]
+    for among, settings_of, what in (
+        (methods, data_of, "are of different data"),
+        (private, meaning_of, "mean different things by epsilon"),
+    ):
+        for method in among:
+            first, own = settings_of(among[0].recipe), settings_of(method.recipe)
+            for name in first:
+                if own[name] != first[name]:
+                    raise ValueError(
+                        f"{among[0].source} and {method.source} {what}: {name} is {first[name]} in the "
+                        f"first and {own[name]} in the second. Give both the same, e.g. --{name} after "
+                        "the recipe."
+                    )
+    for method in methods:
+        if method.recipe.training.push_to_hub:
+            raise ValueError(
+                f"push_to_hub=True in {method.source} would publish every run of the grid; set it to "
+                "false, and push the run that you want with `hf-dpzero push`."
+            )
+
+
+def delta_of(recipe: Recipe) -> str:
+    """Returns delta in words; on the same rows two deltas are equal iff these words are."""
+    training = recipe.training
+    if training.target_delta is not None:
+        return f"{training.target_delta:g}"
+    return "0" if training.noise_distribution == "laplace" else "1 / (10 n)"
+
+
+# ---- running
 
 
 def compare(
@@ -30,7 +294,7 @@ def compare(
     keep_weights: bool = True,
     start: Start | None = None,
 ) -> Record:
-    """Runs those of `runs` that have no row in `folder`.
+    """Runs those of `runs` that have no row in `folder`, and keeps comparison.{json,md,png} true.
 
     Args:
       folder: made, or continued; one comparison at a time.
@@ -51,34 +315,39 @@ def compare(
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1.")
-    with runner.locked(folder) as lock, runner.terminated_as_interrupted():
-        workspace, settings = Workspace(folder, runs), _settings_of(runs, recipe, overrides, jobs)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with runner.locked(folder) as lock:
+        workspace = Workspace(folder, runs)
+        settings = _settings_of(runs, recipe, overrides, jobs)
         waiting = workspace.pending(retry_failed)
         if len(waiting) < len(runs):
-            _say(f"{len(runs) - len(waiting)} of {len(runs)} runs are in the table already")
+            say(f"{len(runs) - len(waiting)} of {len(runs)} runs are in the table already")
 
         def started(attempt: Attempt) -> None:
             continued = f" from {attempt.checkpoint.name}" if attempt.checkpoint else ""
-            _say(f"{attempt.folder.name} starts{continued}")
+            say(f"{attempt.folder.name} starts{continued}")
 
         def ended(attempt: Attempt, row: Row) -> None:
             if row.done and not keep_weights:
                 runner.discard_weights(attempt.folder)
-            left = len(_write(workspace, settings).pending)
+            left = len(write(workspace, settings).pending)
             result = f"{row.status}: {row.error}"
             if row.done and row.score is not None:
                 result = f"{row.metric} {percent(row.score)} %"
-            _say(f"{attempt.folder.name}: {result} in {row.wall_seconds or 0:.0f} s; {left} to go")
+            say(f"{attempt.folder.name}: {result} in {row.wall_seconds or 0:.0f} s; {left} to go")
 
         begin = start or runner.train_in_process(jobs, lock)
         runner.execute(workspace, waiting, begin, jobs=jobs, started=started, ended=ended)
-        record = _write(workspace, settings)
+        record = write(workspace, settings)
         with optional_plot(PLOT_FILE):
             plot_comparison(record, folder)
     return record
 
 
-def _write(workspace: Workspace, settings: dict[str, Any]) -> Record:
+def write(workspace: Workspace, settings: dict[str, Any]) -> Record:
     """Writes comparison.json and comparison.md as the rows are now."""
     keys = [(run.method, run.epsilon) for run in workspace.runs]
     methods = [method for method, _ in keys]
@@ -93,9 +362,9 @@ def _write(workspace: Workspace, settings: dict[str, Any]) -> Record:
 
 
 def _settings_of(
-    runs: Sequence[Run], recipe: str, overrides: Sequence[str] = (), jobs: int = 1
+    runs: Sequence[Run], recipe: str, overrides: Sequence[str], jobs: int
 ) -> dict[str, Any]:
-    """What comparison.json says about the grid: task, methods, epsilons, seeds, guarantee, machine."""
+    """Returns what comparison.json says of the grid: task, methods, epsilons, guarantee, machine."""
     methods = {run.method: run for run in runs}
     private = [run.recipe for run in methods.values() if run.private]
     return {
@@ -111,7 +380,7 @@ def _settings_of(
             for n, r in methods.items()
         ],
         "epsilons": sorted({run.epsilon for run in runs if run.private}),
-        "seeds": list(dict.fromkeys(run.seed for run in runs)),
+        "seeds": list(dict.fromkeys(run.recipe.training.seed for run in runs)),
         "overrides": list(overrides),
         "delta": delta_of(private[0]) if private else None,
         "neighboring_relation": private[0].training.neighboring_relation if private else None,
@@ -119,7 +388,3 @@ def _settings_of(
         "cores": runner.cores(),
         "versions": versions(),
     }
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

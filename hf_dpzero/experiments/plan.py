@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.batches.placement import Placement, buckets, pass_cost, public_shares, sizes_up_to
 from hf_dpzero.experiments import memory
-from hf_dpzero.experiments.blank_slots import blank_slots, in_words
-from hf_dpzero.experiments.memory import GIB
-from hf_dpzero.experiments.model_on_meta import MetaModel, find_config, offline
+from hf_dpzero.experiments.memory import GIB, MetaModel, find_config
+from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.settings.defaults import resolve
 from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hf_dpzero.settings.config import DPZeroConfig
+    from hf_dpzero.tasks import AnyTask
+
+Section = dict[str, Any]
+"""Facts by name, as `--json` prints them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +41,8 @@ class Overview:
     """What is known of a recipe's run before it starts."""
 
     rows: RowCounts  # n and where it comes from
-    plan: Any  # the privacy plan, calibrated; None if n is not known
-    sections: Mapping[str, Any]  # "model" and "memory"
+    plan: PrivacyPlan | None  # calibrated; None if n is not known
+    sections: Mapping[str, Section]  # "model" and "memory"
 
 
 def overview(recipe: Recipe, num_examples: int | None) -> Overview:
@@ -42,37 +52,50 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
       recipe: as loaded.
       num_examples: n as the user says, for data that is not here.
 
-    Returns:
-      The overview.
-
     Raises:
       OSError: nothing says which shape the model has.
       ValueError: what training would refuse too: settings, data, layers, budgets.
     """
     rows = count_rows(recipe.data, num_examples)
     meta, source = shape_of(recipe, rows.labels)
-    model = meta.build(memory.own_dtype(meta))
+    model = meta.build(meta.own_dtype)
+    # K is chosen by what follows the first trained parameter, as training will choose it.
     recipe = dataclasses.replace(recipe, training=resolve(recipe.training, model))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    plan = None if rows.train is None else recipe.training.plan(rows.train, trained)
-    sections = _model_section(meta, source, recipe), _memory_section(meta, recipe)
-    if plan is not None:
-        _add_blank_slots(sections[1], plan, recipe, sum(p.numel() for p in model.parameters()))
-    return Overview(rows, plan, dict(zip(("model", "memory"), sections, strict=True)))
+    parameters = list(model.parameters())  # tied ones once
+    trained = [p for p in parameters if p.requires_grad]
+    count, trained_count = (sum(p.numel() for p in some) for some in (parameters, trained))
+    shape = {
+        "name": recipe.model.model_name_or_path,
+        "config": source,
+        "head": meta.head,
+        "num_layers": meta.num_layers,
+        "parameters": count,
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "trained_parameters": trained_count,
+        "trained_bytes": sum(p.nbytes for p in trained),
+        "trained_by": recipe.model.peft_method or recipe.training.trainable or "all parameters",
+        "torch_dtype": meta.own_dtype,
+    }
+    plan, found = None, _memory_section(meta, recipe)
+    if rows.train is not None:
+        plan = recipe.training.plan(rows.train, trained_count)
+        longest = None if recipe.model.precompute_features else recipe.data.max_seq_length
+        low = found["own_precision"] != "float32" or recipe.training.bf16
+        found |= (blanks := blank_slots(plan, recipe.training, longest, count, low))
+        if blanks and blanks["rows_of_a_pass"] > 1:
+            found["notes"].append(
+                f"a step is expected to take {blanks['passes']:.0f} forward passes for each sign of a "
+                f"direction, of {blanks['rows_of_a_pass']:.0f} rows on average, "
+                f"{100 * blanks['blank_share']:.0f} % of them blank, where each width is equally likely "
+                "(an evaluation set tells better; private lengths are not looked at)"
+            )
+    return Overview(rows, plan, {"model": shape, "memory": found})
 
 
 def shape_of(recipe: Recipe, labels: int | None) -> tuple[MetaModel, str]:
-    """The recipe's model without weights, and where its shape comes from.
+    """Finds the recipe's model without weights, and in words where its shape comes from.
 
-    Args:
-      recipe: as loaded.
-      labels: number of classes; None if it is not known, and two are taken.
-
-    Returns:
-      The model and words.
-
-    Raises:
-      OSError: nothing says which shape the model has.
+    `labels` is its number of classes; None if it is not known, and two are taken.
     """
     config, source = find_config(recipe.model)
     head = recipe.data.prompt or "sequence_classification"
@@ -81,20 +104,15 @@ def shape_of(recipe: Recipe, labels: int | None) -> tuple[MetaModel, str]:
 
 
 def choose_directions(recipe: Recipe, labels: int | None) -> Recipe:
-    """The recipe with the `num_directions` that training would choose; as it is where it says one.
-
-    Args:
-      recipe: as loaded.
-      labels: number of classes; None if it is not known.
-
-    Raises:
-      OSError: nothing says which shape the model has.
-    """
+    """Returns the recipe with the `num_directions` that training would choose, unless it says one."""
     if "num_directions" not in recipe.training.chosen:
         return recipe
     meta, _ = shape_of(recipe, labels)
-    training = resolve(recipe.training, meta.build(memory.own_dtype(meta)))
+    training = resolve(recipe.training, meta.build(meta.own_dtype))
     return dataclasses.replace(recipe, training=training)
+
+
+# ---- rows
 
 
 def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
@@ -103,136 +121,149 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     Rows that are here are those of local files, of the data sets cache and of the quickstart, after
     the recipe's own choice of rows.
 
-    Args:
-      data: the recipe's.
-      given: n as the user says, for data that is not here.
-
-    Returns:
-      The counts.
-
     Raises:
       ValueError, OSError: what the task refuses; `given` is not what is here.
     """
     task = _task_that_is_here(data)
-    if task is None:
-        description = description_of(data.task)
-        labels = None if description is None else len(description.label_names)
-        train, source = (given, "--num_examples") if given is not None else _derived(data, labels)
-        return RowCounts(train=train, labels=labels, source=source)
-    here = len(task.splits["train"])
-    if given is not None and given != here:
-        raise ValueError(
-            f"num_examples={given}, but the recipe's data is here and has {here} training rows: "
-            "leave --num_examples out, or change the data settings."
-        )
-    source = f"the training rows of task {task.name}, which are here"
-    return RowCounts(train=here, labels=len(task.label_names), source=source)
+    if task is not None:
+        here = len(task.splits["train"])
+        if given is not None and given != here:
+            raise ValueError(
+                f"num_examples={given}, but the recipe's data is here and has {here} training rows: "
+                "leave --num_examples out, or change the data settings."
+            )
+        source = f"the training rows of task {task.name}, which are here"
+        return RowCounts(train=here, labels=len(task.label_names), source=source)
+    description = description_of(data.task)
+    labels = None if description is None else len(description.label_names)
+    per_class, most = data.num_examples_per_class, data.max_train_samples
+    train, source = None, "the data is not here: give --num_examples N, its number of training rows"
+    if given is not None:
+        train, source = given, "--num_examples"
+    elif per_class is not None and labels:
+        train = per_class * labels
+        source = f"num_examples_per_class={per_class} x {labels} classes, if each has so many"
+        if most is not None and most < train:
+            train, source = most, f"max_train_samples={most}"
+    elif per_class is None and most is not None:
+        train, source = most, f"max_train_samples={most}, if the data has so many"
+    return RowCounts(train=train, labels=labels, source=source)
 
 
-def _task_that_is_here(data: DataArguments) -> Any:
-    """The task with its rows, or None if they would have to be downloaded."""
+def _task_that_is_here(data: DataArguments) -> AnyTask | None:
+    """Builds the task with its rows; None if they would have to be downloaded."""
     try:
         with offline():
             return build_task(data)
-    except OSError:
+    except OSError:  # not in a cache; of local files it is the user's mistake
         if data.train_file or data.validation_file:
             raise
         return None
 
 
-def _derived(data: DataArguments, labels: int | None) -> tuple[int | None, str]:
-    """n from the recipe's choice of rows, and where it comes from."""
-    per_class, most = data.num_examples_per_class, data.max_train_samples
-    if per_class is not None and labels:
-        count = per_class * labels
-        if most is not None and most < count:
-            return most, f"max_train_samples={most}"
-        return count, f"num_examples_per_class={per_class} x {labels} classes, if each has so many"
-    if per_class is None and most is not None:
-        return most, f"max_train_samples={most}, if the data has so many"
-    return None, "the data is not here: give --num_examples N, its number of training rows"
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Inside, Hugging Face's libraries read their caches and call nobody."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    # The libraries read the environment when they are imported, so these flags are what counts.
+    hub, data = huggingface_hub.constants, datasets.config
+    flags = ((hub, "HF_HUB_OFFLINE"), (data, "HF_HUB_OFFLINE"), (data, "HF_DATASETS_OFFLINE"))
+    saved = [getattr(module, name, None) for module, name in flags]
+    try:
+        for module, name in flags:
+            setattr(module, name, True)
+        yield
+    finally:
+        for (module, name), value in zip(flags, saved, strict=True):
+            setattr(module, name, value)
 
 
-def _model_section(meta: MetaModel, source: str, recipe: Recipe) -> dict[str, Any]:
-    """The model's size and what of it trains; tied parameters count once."""
-    dtype = memory.own_dtype(meta)
-    parameters = list(meta.build(dtype).parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    return {
-        "name": recipe.model.model_name_or_path,
-        "config": source,
-        "head": meta.head,
-        "num_layers": meta.num_layers,
-        "parameters": sum(p.numel() for p in parameters),
-        "parameter_bytes": sum(p.numel() * p.element_size() for p in parameters),
-        "trained_parameters": sum(p.numel() for p in trained),
-        "trained_bytes": sum(p.numel() * p.element_size() for p in trained),
-        "trained_by": recipe.model.peft_method or recipe.training.trainable or "all parameters",
-        "torch_dtype": dtype,
-    }
+# ---- memory and passes
 
 
-def _memory_section(meta: MetaModel, recipe: Recipe) -> dict[str, Any]:
-    """Expected peaks by precision, and which devices a run fits on."""
+def _memory_section(meta: MetaModel, recipe: Recipe) -> Section:
+    """Returns expected peaks by precision, and which devices a run fits on."""
+    args, bits = recipe.training, recipe.model.quantised
     length = meta.longest_row(recipe.data.max_seq_length)
-    machine, by_precision = memory.devices(), {}
+    rows, machine = args.physical_batch_size, memory.devices()
     rooms = {**machine, **{f"{size} GiB": size * GIB for size in memory.CARDS}}
+    by_precision = {}
     for run in memory.all_peaks(meta, recipe):
-        row = asdict(run) | {"peak": run.peak}
-        precision = row.pop("precision")
-        row["fits"] = {name: run.fits(size) for name, size in rooms.items()}
-        by_precision[precision] = row
-    bits = recipe.model.quantised
-    notes = [
-        f"rows of {length} tokens, as long as max_seq_length allows: shorter texts take less",
+        fits = {name: run.fits(size) for name, size in rooms.items()}
+        row = {**asdict(run), "peak": run.peak, "fits": fits}
+        by_precision[row.pop("precision")] = row
+    precision = f"{bits}-bit" if bits else meta.own_dtype
+    low = precision != "float32" or args.bf16
+    private = not args.not_private and args.noise_multiplier != 0
+    notes = {
+        f"rows of {length} tokens, as long as max_seq_length allows: shorter texts take less": True,
         "libraries and a GPU's context, about 0.5 GB each, come on top; a device fits if a tenth of "
-        "it is left",
-    ]
-    if meta.head == "causal_lm" and meta.num_labels and not memory.several_words(meta, recipe.data):
-        notes.append("label words are taken to be one token each; several make as many rows")
-    if recipe.training.bf16:
-        notes.append("bf16: autocast holds one layer's weights in bfloat16 as well")
-    precision = f"{bits}-bit" if bits else memory.own_dtype(meta)
-    if _couples_examples(recipe, precision):
-        notes.append(
-            f"training will be refused: microbatch_size={recipe.training.physical_batch_size} in low "
-            f"precision with method={recipe.training.method}, whose gradients are not taken in fixed "
-            "shapes; set microbatch_size: 1"
-        )
-    if bits == 8 and recipe.training.physical_batch_size > 1:
-        notes.append(
-            "8-bit layers that look for outliers (llm_int8_threshold) make a private run evaluate every "
-            "example by itself; 4-bit ones do not"
-        )
+        "it is left": True,
+        "label words are taken to be one token each; several make as many rows": (
+            meta.head == "causal_lm"
+            and meta.num_labels
+            and not memory.several_words(meta, recipe.data)
+        ),
+        "bf16: autocast holds one layer's weights in bfloat16 as well": args.bf16,
+        # What `checks.precision.check_precision` will say, as far as a recipe tells.
+        f"training will be refused: microbatch_size={rows} in low precision with method={args.method}, "
+        "whose gradients are not taken in fixed shapes; set microbatch_size: 1": (
+            low and private and args.first_order and rows > 1
+        ),
+        "8-bit layers that look for outliers (llm_int8_threshold) make a private run evaluate every "
+        "example by itself; 4-bit ones do not": bits == 8 and rows > 1,
+    }
     return {
-        "method": recipe.training.method,
-        "microbatch_size": recipe.training.physical_batch_size,
-        "eval_batch_size": recipe.training.per_device_eval_batch_size,
+        "method": args.method,
+        "microbatch_size": rows,
+        "eval_batch_size": args.per_device_eval_batch_size,
         "sequence_length": length,
         "own_precision": precision,
         "devices": machine,
         "by_precision": by_precision,
-        "notes": notes,
+        "notes": [note for note, holds in notes.items() if holds],
     }
 
 
-def _add_blank_slots(found: dict[str, Any], plan: Any, recipe: Recipe, parameters: int) -> None:
-    longest = None if recipe.model.precompute_features else recipe.data.max_seq_length
-    low = found["own_precision"] != "float32" or recipe.training.bf16
-    found |= blank_slots(plan, recipe.training, longest, parameters, low)
-    if words := in_words(found):
-        found["notes"].append(words)
+def blank_slots(
+    plan: PrivacyPlan, args: DPZeroConfig, longest: int | None, parameters: int, low_precision: bool
+) -> dict[str, float]:
+    """Computes rows of forward passes, and the share of them that no example takes.
+
+    A pass is filled up with blanks in each width by itself (`batches.shapes`); each width is taken to
+    be equally likely. The columns that pad a row to its width follow from its length and do not count.
+
+    Args:
+      plan: of the run.
+      args: one process, on the device that is here.
+      longest: tokens of the longest row that the settings allow; None where rows have one shape.
+      parameters: of the model.
+      low_precision: whether it computes in less than float32.
+
+    Returns:
+      `passes`, expected in a step for one direction and sign, `rows_of_a_pass`, their mean, and
+      `blank_share`; empty for runs without fixed shapes.
+    """
+    if not plan.mechanism.private:
+        return {}
+    expected, sizes = plan.sampler.expected_batch_size, sizes_up_to(args.physical_batch_size)
+    widths = [0] if longest is None else buckets(longest, cut=longest)
+    cost = pass_cost(args.device.type, parameters, low_precision)
+    placement = Placement(expected, sizes, public_shares([], widths), cost)
+    slots, passes = placement.expected_slots(), placement.expected_passes()
+    return {
+        "passes": passes,
+        "rows_of_a_pass": slots / passes,
+        "blank_share": 1.0 - expected / slots,
+    }
 
 
-def _couples_examples(recipe: Recipe, precision: str) -> bool:
-    """Whether `checks.precision.check_precision` will refuse the run, as far as a recipe tells."""
-    args = recipe.training
-    low = precision != "float32" or args.bf16
-    private = not args.not_private and args.noise_multiplier != 0
-    return low and private and args.first_order and args.physical_batch_size > 1
+# ---- for people
 
 
-def print_sections(sections: Mapping[str, Any]) -> None:
+def print_sections(sections: Mapping[str, Section]) -> None:
     """Prints the tables of the model and its memory."""
     from rich.console import Console
     from rich.table import Table
@@ -253,7 +284,7 @@ def print_sections(sections: Mapping[str, Any]) -> None:
         console.print(f"  {note}", markup=False, highlight=False)
 
 
-def _memory_table(found: Mapping[str, Any]) -> Any:
+def _memory_table(found: Section) -> Table:
     from rich.table import Table
 
     sizes = f"{found['microbatch_size']} x {found['sequence_length']} tokens"
@@ -281,7 +312,7 @@ def _memory_table(found: Mapping[str, Any]) -> Any:
 
 
 def gib(size: int | None) -> str:
-    """Bytes in GiB; "-" for None.
+    """Returns bytes in GiB; "-" for None.
 
     >>> gib(3 << 29)
     '1.50'

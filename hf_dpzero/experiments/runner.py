@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Protocol
 
-from hf_dpzero.experiments.grid import Run
-from hf_dpzero.experiments.results import Exit, Row, append_row, read_rows, row_of
+from hf_dpzero.experiments.results import Exit, Row, Run, append_row, read_rows, row_of
 from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
@@ -47,11 +47,9 @@ class Attempt:
 class Child(Protocol):
     """A process that has been started; `Process` says what its methods do."""
 
-    def poll(self) -> Exit | None:
-        """How it ended, or None while it runs."""
+    def poll(self) -> Exit | None: ...
 
-    def stop(self) -> None:
-        """Ends it, and returns once it has ended."""
+    def stop(self) -> None: ...
 
 
 Start = Callable[[Attempt], Child]
@@ -65,48 +63,48 @@ class Workspace:
       runs: in the order in which they start.
       rows: name of the file of rows.
       folders: names of the folders that hold the runs, their recipes and their logs.
-      abandoned: a folder that takes a run's files where the run can not be continued; without it they
+      abandoned: a folder that takes a run's files where the run cannot be continued; without it they
         stay, for what they spent stays spent, and the run starts in another folder.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: Path,
         runs: Sequence[Run],
         *,
         rows: str = "rows.jsonl",
         folders: tuple[str, str, str] = ("runs", "recipes", "logs"),
         abandoned: Path | None = None,
     ) -> None:
-        self.folder, self.runs, self.abandoned = Path(folder), list(runs), abandoned
-        self.path = self.folder / rows
-        self.run_folder, self._recipes, self._logs = (self.folder / name for name in folders)
+        self.folder, self.runs, self.abandoned = folder, list(runs), abandoned
+        self.path = folder / rows
+        self.run_folder, self._recipes, self._logs = (folder / name for name in folders)
         for path in (self.run_folder, self._recipes, self._logs):
             path.mkdir(parents=True, exist_ok=True)
 
     def rows(self) -> list[Row]:
-        """The last row of each run that has one, in the order of the runs."""
+        """Returns the last row of each run that has one, in the order of the runs."""
         rows = {row.digest: row for row in read_rows(self.path)}
         return [rows[run.digest] for run in self.runs if run.digest in rows]
 
     def pending(self, retry_failed: bool = False) -> list[Run]:
-        """Runs without a row; with `retry_failed` also those whose row is no success."""
+        """Returns runs without a row; with `retry_failed` also those whose row is no success."""
         settled = {row.digest for row in self.rows() if row.done or not retry_failed}
         return [run for run in self.runs if run.digest not in settled]
 
     def attempt(self, run: Run) -> Attempt:
-        """Where `run` goes next; a half-finished run continues from its last whole checkpoint."""
+        """Returns where `run` goes next; half-finished, it continues from its last whole checkpoint."""
         recorded = {row.folder for row in read_rows(self.path)}
-        number = 1
+        number = 0
         while True:
-            name = run.name if number == 1 else f"{run.name}-attempt{number}"
             number += 1
+            name = run.name if number == 1 else f"{run.name}-attempt{number}"
+            if name in recorded:  # what a run left stays, also where it failed: it may have spent
+                continue
             folder, recipe = self.run_folder / name, self._recipes / f"{name}.yaml"
             attempt = Attempt(run=run, folder=folder, recipe=recipe, log=self._logs / name)
             text = run.to_yaml(str(folder))
-            if name in recorded:
-                continue
-            if (folder / LEDGER_NAME).exists():
+            if (folder / LEDGER_NAME).exists():  # something was spent here
                 if recipe.is_file() and recipe.read_text(encoding="utf-8") == text:
                     if (folder / RECIPE_FILE).is_file():  # the last file that training leaves
                         return dataclasses.replace(attempt, finished=True)
@@ -122,7 +120,7 @@ class Workspace:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the most steps that was written to its end, or None."""
+    """Returns the checkpoint of the most steps that was written to its end, or None."""
     steps: dict[int, Path] = {}
     for path in folder.glob(f"checkpoint-*/{STATE_NAME}"):  # the last file of a checkpoint
         number = path.parent.name.split("-")[1]
@@ -151,21 +149,17 @@ def execute(
       runs: what to run, of those of the workspace.
       start: starts an attempt.
       jobs: runs at once.
-      started: called after a process has started.
+      started: called before a process starts.
       check: called before a row is written; what it raises ends everything without that row.
       ended: called after a row is written.
-
-    Raises:
-      ValueError: see `row_of`; and whatever `check` raises.
     """
+    # By folder: two runs never write into one.
     waiting, running = list(runs), dict[str, tuple[Attempt, Child]]()
 
     def collect(attempt: Attempt, exit_: Exit) -> None:
-        resumed, log = (
-            attempt.finished or attempt.checkpoint is not None,
-            Path(f"{attempt.log}.err"),
-        )
+        log = Path(f"{attempt.log}.err")
         errors = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        resumed = attempt.finished or attempt.checkpoint is not None
         row = row_of(attempt.run, attempt.folder, errors, exit_, resumed=resumed, jobs=jobs)
         check(row)
         append_row(workspace.path, row)
@@ -185,7 +179,7 @@ def execute(
                 if exit_ is not None:
                     collect(running.pop(name)[0], exit_)
             if running and not any(exits.values()):
-                time.sleep(0.05)
+                time.sleep(0.05)  # nothing in Python waits for the first of several processes
     finally:
         for _, child in running.values():
             child.stop()
@@ -208,19 +202,19 @@ class Process:
                 stdout=out,
                 stderr=err,
                 env={**os.environ, **environment},
-                start_new_session=True,
+                start_new_session=True,  # so that `stop` ends its own children too
                 pass_fds=() if lock is None else (lock,),
             )
         self._since = time.monotonic()
 
     def poll(self) -> Exit | None:
-        """How it ended, or None while it runs."""
+        """Returns how it ended, or None while it runs."""
         status = self._process.poll()
         return None if status is None else Exit(status, time.monotonic() - self._since)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that is not heeded in 10 seconds; the ledger stands either way."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        """Sends SIGTERM, and SIGKILL if that is not heeded in 10 seconds; returns once it has ended."""
+        for number in (signal.SIGTERM, signal.SIGKILL):  # the ledger stands either way
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 if self._process.poll() is None:
                     os.killpg(self._process.pid, number)
@@ -228,15 +222,8 @@ class Process:
 
 
 def train_in_process(jobs: int, lock: int | None = None) -> Start:
-    """Starts attempts as `python -m hf_dpzero.cli.main train ...`, with their share of the cores.
-
-    Args:
-      jobs: processes that share the machine.
-      lock: see `Process`.
-
-    Returns:
-      What starts an attempt.
-    """
+    """Returns what starts attempts as `python -m hf_dpzero.cli.main train ...`, `jobs` at a time."""
+    # Each process would take every core, and wait for the others at each operation.
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // jobs))} if jobs > 1 else {}
 
     def start(attempt: Attempt) -> Child:
@@ -247,13 +234,23 @@ def train_in_process(jobs: int, lock: int | None = None) -> Start:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Returns how many processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Holds the lock of a folder; yields its descriptor for the processes it starts."""
+    """Holds the lock of a folder; yields its descriptor for the processes it starts.
+
+    SIGTERM inside is a KeyboardInterrupt, so that `kill` leaves no process behind either.
+
+    Raises:
+      OSError: the folder is in use.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     path.touch()
@@ -264,20 +261,10 @@ def locked(folder: Path) -> Iterator[int]:
             f"another comparison or sweep, or a run that outlived one, is at work in {folder}: wait "
             "for it, stop it, or give another --output_dir."
         ) from error
-    with handle:
-        yield handle.fileno()
-
-
-@contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM inside is a KeyboardInterrupt, so that `kill` leaves no process behind either."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        with handle:
+            yield handle.fileno()
     finally:
         signal.signal(signal.SIGTERM, before)
 

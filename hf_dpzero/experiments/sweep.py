@@ -1,4 +1,4 @@
-"""What a sweep tries and what it may release: the grid, its refusals, the noise that pays, the trials.
+"""What a sweep tries, what trying it costs, and running it.
 
 Where the trials are secret (`SweepSettings.secret`), they run under D/_private, a folder of mode 0700
 whose name is on no allow list: how many trials there are, their settings, their ledgers, weights, logs
@@ -16,28 +16,24 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.experiments.grid import Run
-from hf_dpzero.experiments.results import Row
-from hf_dpzero.experiments.runner import (
-    Attempt,
-    Workspace,
-    execute,
-    locked,
-    terminated_as_interrupted,
-    train_in_process,
-)
-from hf_dpzero.experiments.sweep_budget import CHANGES_EVENT, sweep_budget
+from hf_dpzero.experiments.plan import choose_directions
+from hf_dpzero.experiments.results import Row, Run
+from hf_dpzero.experiments.runner import Attempt, Workspace, execute, locked, train_in_process
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy import private_selection as selection
 from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.reporting.redaction import public_results
 from hf_dpzero.shipped import find_config
-from hf_dpzero.tasks import same_rows
+from hf_dpzero.tasks import build_task, same_rows
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import listed, parse_yaml
+
+if TYPE_CHECKING:
+    from hf_dpzero.privacy.plan import PrivacyPlan
+    from hf_dpzero.tasks import AnyTask
 
 TUNINGS = ("composed", "public", "not_accounted")
 SELECTIONS = ("random", "all")
@@ -52,6 +48,12 @@ _EVENT = (
     "method", "max_steps", "num_train_epochs", "expected_batch_size", "sampling", "max_batch_size",
     "neighboring_relation", "noise_distribution",
 )  # fmt: skip
+_CHANGES_EVENT = (
+    "changes the privacy event of a run, and all trials of a private selection share one. Fix it, or "
+    "sweep with --selection all or --tuning public. Allowed: learning_rate, clip, smoothing, "
+    "num_directions, direction, update_rule, momentum, weight_decay, lr_scheduler_type and whatever "
+    "else leaves the privacy event of one run alone."
+)
 
 Point = Mapping[str, Any]
 
@@ -81,28 +83,23 @@ class SweepSettings:
         return [dict(zip(self.grid, values, strict=True)) for values in combinations]
 
     def load(self, point: Point, extra: Point | None = None) -> Recipe:
-        """The recipe of one point of the grid.
-
-        Args:
-          point: settings by name; they win over the recipe's and the overrides.
-          extra: more of them, which win over `point`.
-        """
+        """Returns the recipe of one point of the grid, which wins over it; `extra` wins over both."""
         return load_recipe(self.recipe, {**self.overrides, **point, **(extra or {})})
 
     def for_private_rows(self) -> SweepSettings:
-        """As it is without overrides of the data, which name the public stand-in of a public sweep."""
+        """Leaves out overrides of the data, which name the public stand-in of a public sweep."""
         data = {field.name for field in dataclasses.fields(DataArguments)}
         kept = {name: value for name, value in self.overrides.items() if name not in data}
         return dataclasses.replace(self, overrides=kept)
 
-    def fingerprint(self, prepared: Prepared) -> str:
-        """SHA-256 (hex) of everything that a continued sweep must have in common."""
+    def fingerprint(self, num_examples: int) -> str:
+        """Returns SHA-256 (hex) of everything that a continued sweep must have in common."""
         values = {
             "recipe": read_recipe(self.recipe),
             "overrides": dict(self.overrides),
             "grid": {name: list(values) for name, values in self.grid.items()},
             "tuning": [self.tuning, self.selection, self.trials.mean, str(self.trials.shape)],
-            "num_examples": prepared.num_examples,
+            "num_examples": num_examples,
         }
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -114,19 +111,20 @@ class Prepared:
     extra: Mapping[str, Any]  # settings of every trial beside its point: noise, where logs may go
     num_examples: int  # n of the training data
     metric: str  # key of `all_results.json` that scores a trial
-    tuning: Any  # the entry of the trials' privacy reports
+    tuning: str | Mapping[str, Any]  # the entry of the trials' privacy reports
     epsilon: float | None = None  # of everything released together; None where nothing is claimed
     epsilon_one_run: float | None = None  # of one trial alone
     delta: float | None = None  # of both
     noise_multiplier: float | None = None  # of every trial, where the sweep sets it
 
 
-def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[Any]]:
-    """`field=value,value` words over the lists of a YAML file, coerced to the fields' types.
+# ---- what is asked for
 
-    Args:
-      words: as given to `--grid`; a field named here replaces the file's list.
-      file: YAML mapping of field -> list of values.
+
+def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[Any]]:
+    """Reads `field=value,value` words over the lists of a YAML file, coerced to the fields' types.
+
+    A field among the words replaces the file's list.
 
     Returns:
       field -> values.
@@ -163,26 +161,17 @@ def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[
 
 
 def trial_count_from(word: str, mean: float) -> TrialCount:
-    """The distribution of the number of trials.
-
-    Args:
-      word: a name of `TRIAL_SHAPES`, or a shape.
-      mean: expected number of trials.
-
-    Returns:
-      The distribution.
+    """Reads the distribution of the number of trials: a name of `TRIAL_SHAPES`, or a shape.
 
     Raises:
       ValueError: an unknown name, or numbers out of range.
     """
-    shape = TRIAL_SHAPES.get(word)
-    if shape is None:
-        try:
-            shape = float(word)
-        except ValueError:
-            raise ValueError(
-                f"trial_count={word!r} is not one of {', '.join(TRIAL_SHAPES)}, nor a shape such as 0.5."
-            ) from None
+    try:
+        shape = TRIAL_SHAPES[word] if word in TRIAL_SHAPES else float(word)
+    except ValueError:
+        raise ValueError(
+            f"trial_count={word!r} is not one of {', '.join(TRIAL_SHAPES)}, nor a shape such as 0.5."
+        ) from None
     return TrialCount(mean=mean, shape=shape)
 
 
@@ -212,12 +201,10 @@ def _check(settings: SweepSettings) -> None:
                 "validation set; fix it."
             )
         elif settings.secret and name in _EVENT:
-            reason = f"it {CHANGES_EVENT}"
+            reason = f"it {_CHANGES_EVENT}"
         else:
             continue
         raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
-    if settings.tuning == "public":
-        _refuse_own_rows(settings)
     if composed:
         training = settings.load(settings.points[0]).training
         for name in ("sampler_key", "insecure_noise_seed", "log_private_diagnostics"):
@@ -226,73 +213,139 @@ def _check(settings: SweepSettings) -> None:
                     f"{name}={getattr(training, name)} makes every trial NOT PRIVATE, so a composed "
                     "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
                 )
+    elif settings.tuning == "public":
+        # What best.yaml will train on is private: also a part or a copy of it is not public.
+        plain = settings.for_private_rows()
+        for point in settings.points:
+            swept = settings.load(point).data
+            if same_rows(swept, plain.load(point).data):
+                rows = swept.train_file or swept.dataset_name or swept.task
+                raise ValueError(
+                    f"--tuning public would sweep {rows}, which the recipe (and best.yaml) trains on: "
+                    "its report would say that choosing spent nothing on these rows. Give public data "
+                    "for the sweep (--train_file, --validation_file), or use --tuning composed or "
+                    "not_accounted."
+                )
 
 
-def _refuse_own_rows(settings: SweepSettings) -> None:
-    """Refuses to call the rows public that best.yaml will train on, also a part or a copy of them."""
-    plain = settings.for_private_rows()
-    for point in settings.points:
-        swept, private = settings.load(point).data, plain.load(point).data
-        if same_rows(swept, private):
-            rows = swept.train_file or swept.dataset_name or swept.task
-            raise ValueError(
-                f"--tuning public would sweep {rows}, which the recipe (and best.yaml) trains on: its "
-                "report would say that choosing spent nothing on these rows. Give public data for the "
-                "sweep (--train_file, --validation_file), or use --tuning composed or not_accounted."
-            )
-
-
-def _metric(asked: str | None, own: str) -> str:
-    """Key of the results that scores a trial; refuses what may not be published of a private run."""
-    metric = f"eval_{own}" if asked in (None, own) else str(asked)
-    if not metric.startswith("eval_") or not public_results({metric: 0.0}):
-        raise ValueError(
-            f"metric={asked!r} is no metric of the validation rows: trials are chosen, and shown, by "
-            f"what may be published of a run (eval_{own}, eval_loss), never by losses of training rows, "
-            "times or memory, which tell what rows a step drew."
-        )
-    return metric
+# ---- what it costs
 
 
 def prepare(settings: SweepSettings) -> Prepared:
-    """Loads the task once, checks every point, and calibrates the noise of the trials."""
-    from hf_dpzero.tasks import build_task
+    """Loads the task once, checks every point, and of a composed sweep calibrates the noise.
 
+    Raises:
+      ValueError: settings or a grid that this tuning refuses, or runs that no accountant composes.
+    """
     _check(settings)
     recipes = [settings.load(point) for point in settings.points]
     task = build_task(recipes[0].data)
-    n = len(task.splits["train"])
-    metric = _metric(settings.metric, getattr(task, "metric", "accuracy"))
+    n, own = len(task.splits["train"]), getattr(task, "metric", "accuracy")
+    metric = f"eval_{own}" if settings.metric in (None, own) else str(settings.metric)
+    if not metric.startswith("eval_") or not public_results({metric: 0.0}):
+        raise ValueError(
+            f"metric={settings.metric!r} is no metric of the validation rows: trials are chosen, and "
+            f"shown, by what may be published of a run (eval_{own}, eval_loss), never by losses of "
+            "training rows, times or memory, which tell what rows a step drew."
+        )
     common: dict[str, Any] = {"push_to_hub": False, "disable_tqdm": True}
     if settings.secret:
         common["report_to"] = ["none"]  # no loser's metrics leave for a tracking service
-    if settings.tuning == "composed":
-        budget = sweep_budget(settings, task)
-        noise = {"target_epsilon": None, "noise_multiplier": budget.noise_multiplier}
-        claim = {"target_delta": budget.delta, "accountant": budget.accountant}
-        return Prepared(
-            extra={**common, **noise, **claim},
-            num_examples=n,
-            metric=metric,
-            tuning=budget.tuning,
-            epsilon=budget.epsilon,
-            epsilon_one_run=budget.epsilon_one_run,
-            delta=budget.delta,
-            noise_multiplier=budget.noise_multiplier,
+    if settings.tuning != "composed":
+        return Prepared(extra=common, num_examples=n, metric=metric, tuning=settings.tuning)
+    delta = recipes[0].training.delta(n)
+    # One noise multiplier for all trials: private selection accounts for a single event.
+    sigma = _noise_of_trials(settings, task, delta)
+    plans = _plans(settings, task, sigma)
+    if settings.secret:
+        chosen = max(plans, key=_directions)
+        tuning = selection.selection_entry(chosen, settings.trials, list(settings.grid), delta)
+        epsilon = selection.selection_epsilon(chosen, settings.trials, delta)
+    else:
+        tuning = selection.composition_entry(plans, list(settings.grid))
+        epsilon = selection.composed_epsilon(plans, delta)
+    noise = {"target_epsilon": None, "noise_multiplier": sigma}
+    claim = {"target_delta": delta, "accountant": plans[0].accountant}
+    return Prepared(
+        extra={**common, **noise, **claim},
+        num_examples=n,
+        metric=metric,
+        tuning=tuning,
+        epsilon=epsilon,
+        epsilon_one_run=max(plan.epsilon(delta) for plan in plans),
+        delta=delta,
+        noise_multiplier=sigma,
+    )
+
+
+def _noise_of_trials(settings: SweepSettings, task: AnyTask, delta: float) -> float:
+    """Returns the noise multiplier of every trial: the recipe's, or what its target_epsilon allows."""
+    training = settings.load(settings.points[0]).training
+    given, target = training.noise_multiplier, training.target_epsilon
+    plans = _plans(settings, task, 1.0 if given is None else given)
+    if not all(plan.private for plan in plans):
+        raise ValueError(
+            f"method={training.method!r} is not private, so there is nothing to account: use "
+            "--tuning public or --tuning not_accounted."
         )
-    return Prepared(extra=common, num_examples=n, metric=metric, tuning=settings.tuning)
+    if settings.secret:
+        _refuse_different_events(settings.points, plans)
+    if target is None:
+        calibrated = plans[0]
+    elif settings.secret:
+        # The trials share one event up to K, and the most directions have the most discrete noise.
+        goal = {"epsilon": target, "delta": delta}
+        chosen = max(plans, key=_directions)
+        calibrated = selection.calibrate_selection(chosen, settings.trials, **goal)
+    else:
+        calibrated = selection.calibrate_composed(plans, epsilon=target, delta=delta)[0]
+    return float(calibrated.mechanism.noise_multiplier)
 
 
-def _open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
-    """The files of a sweep, made or continued; secret trials are drawn once, before the first of them.
+def _plans(settings: SweepSettings, task: AnyTask, noise_multiplier: float) -> list[PrivacyPlan]:
+    """Returns the plans of all points, as their runs will make them from the same settings."""
+    plans, noise = [], {"target_epsilon": None, "noise_multiplier": noise_multiplier}
+    for point in settings.points:
+        recipe = choose_directions(settings.load(point, noise), len(task.label_names))
+        plans.append(recipe.training.plan(len(task.splits["train"])))
+    if settings.secret:  # selection is accounted in Renyi divergences
+        plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
+    return plans
+
+
+def _directions(plan: PrivacyPlan) -> int:
+    return plan.spec.num_directions
+
+
+def _refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:
+    """Refuses a grid whose runs differ in their event: private selection accounts for one."""
+    events = [selection.run_event(plan) for plan in plans]
+    if all(event == events[0] for event in events):
+        return
+    names = set()
+    for i, j in itertools.combinations(range(len(points)), 2):
+        changed = [name for name in points[i] if points[i][name] != points[j][name]]
+        if events[i] != events[j] and len(changed) == 1:
+            names.add(changed[0])
+    raise ValueError(f"{', '.join(sorted(names)) or 'the grid'} {_CHANGES_EVENT}")
+
+
+# ---- running it
+
+
+def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
+    """Makes or continues the files of a sweep; secret trials are drawn once, before the first of them.
 
     A run that cannot be continued is moved to D/_private/abandoned and begun again: it is never
     released, so the total epsilon does not speak of it.
+
+    Raises:
+      ValueError: the folder holds another sweep, or other files.
     """
     root = settings.output_dir
     private = root / SECRET_FOLDER
     base = private if settings.secret else root
-    state, fingerprint = base / "trials.json", settings.fingerprint(prepared)
+    state, fingerprint = base / "trials.json", settings.fingerprint(prepared.num_examples)
     if not state.exists():
         inside = list(root.iterdir()) if root.exists() else []
         if any(path != private or any(private.iterdir()) for path in inside):
@@ -305,15 +358,15 @@ def _open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
     private.mkdir(parents=True, exist_ok=True)
     private.chmod(0o700)
     if not state.exists():
-        drawn = _draw_points(settings) if settings.secret else settings.points
-        text = json.dumps({"fingerprint": fingerprint, "trials": drawn}, indent=2)
+        # Drawn once and kept: whoever could interrupt and draw again would choose the number.
+        points = draw_points(settings) if settings.secret else settings.points
+        text = json.dumps({"fingerprint": fingerprint, "trials": points}, indent=2)
         write_atomically(state, text + "\n")
-    trials = json.loads(state.read_text(encoding="utf-8"))["trials"]
-    said = settings.tuning if settings.tuning in selection.WORDS else "not_accounted"  # until it is
-    extra = {**prepared.extra, "tuning": said}
+    # Until the sweep has ended and its reports are written, a trial claims nothing of the search.
+    said = settings.tuning if settings.tuning in selection.WORDS else "not_accounted"
     runs = []
-    for trial, point in enumerate(trials):
-        recipe = settings.load(point, extra)
+    for trial, point in enumerate(json.loads(state.read_text(encoding="utf-8"))["trials"]):
+        recipe = settings.load(point, {**prepared.extra, "tuning": said})
         run = Run(
             name=f"{trial:03d}",
             method=recipe.training.method,
@@ -329,8 +382,8 @@ def _open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
     return Workspace(base, runs, rows="trials.jsonl", folders=folders, abandoned=abandoned)
 
 
-def _draw_points(settings: SweepSettings) -> list[dict[str, Any]]:
-    """A secret random number of points, each uniform on the grid, from the system's entropy."""
+def draw_points(settings: SweepSettings) -> list[dict[str, Any]]:
+    """Draws a secret number of points, each uniform on the grid, from the system's entropy."""
     points = settings.points
     return [secrets.choice(points) for _ in range(settings.trials.draw())]
 
@@ -338,25 +391,17 @@ def _draw_points(settings: SweepSettings) -> list[dict[str, Any]]:
 def run_trials(
     settings: SweepSettings, prepared: Prepared, say: Callable[[str], None]
 ) -> Workspace:
-    """Runs what is not finished yet.
+    """Runs what is not finished yet; returns the workspace with the rows of all trials.
 
     Of secret trials nothing is said but that they run. Otherwise a failed trial is a row of the
     table; a secret one stops the sweep, because leaving it out could depend on the data.
-
-    Args:
-      settings: the sweep.
-      prepared: its noise and metric.
-      say: takes lines for the user.
-
-    Returns:
-      The workspace with the rows of all trials.
 
     Raises:
       ChildProcessError: a secret trial failed.
       ValueError: the folder holds another sweep, or other files.
       OSError: the folder is in use.
     """
-    workspace = _open_workspace(settings, prepared)
+    workspace = open_workspace(settings, prepared)
     private = settings.output_dir / SECRET_FOLDER
 
     def check(row: Row) -> None:
@@ -375,7 +420,7 @@ def run_trials(
 
     if settings.secret:
         say(f"trials run; how many, and how they score, stays in {private}")
-    with locked(private) as lock, terminated_as_interrupted():
+    with locked(private) as lock:
         start = train_in_process(1, lock)
         execute(workspace, workspace.pending(), start, check=check, ended=ended)
     return workspace

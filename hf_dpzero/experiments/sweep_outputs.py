@@ -1,4 +1,4 @@
-"""What a sweep leaves: sweep.json, sweep.md, sweep.png, the best recipe or the best run.
+"""What a sweep leaves: sweep.json, sweep.md, the best recipe or the best run.
 
 Of a private selection only what the theorem releases is written outside D/_private: the winner's
 settings, score and shippable files, and the distribution of the number of trials. Its score is a
@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from hf_dpzero.experiments.plots import plot_sweep
 from hf_dpzero.experiments.results import Row
 from hf_dpzero.experiments.runner import Workspace
 from hf_dpzero.experiments.sweep import Prepared, SweepSettings
@@ -26,7 +25,6 @@ from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS, composed_epsilon
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.reporting.plots import optional_plot
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, round_up
 from hf_dpzero.values import encode
@@ -35,16 +33,7 @@ TABLE_FILE = "sweep.md"
 
 
 def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> dict[str, Any]:
-    """Writes everything that the sweep may leave.
-
-    Args:
-      settings: the sweep.
-      prepared: its noise and metric.
-      workspace: with the rows of all trials.
-
-    Returns:
-      The content of sweep.json.
-    """
+    """Writes everything that the sweep may leave of its trials; returns the content of sweep.json."""
     rows, root = workspace.rows(), settings.output_dir
     best = _best_row(rows, prepared.metric)
     for row in rows:
@@ -55,38 +44,39 @@ def write(settings: SweepSettings, prepared: Prepared, workspace: Workspace) -> 
         build_hub_folder(workspace.run_folder / best.folder, root / "best")
     elif best is not None:
         write_atomically(root / "best.yaml", _best_recipe(settings, prepared, best))
-    if not settings.secret:
-        with optional_plot("sweep.png"):
-            plot_sweep(root / "sweep.png", settings.grid, rows, prepared.metric)
     write_atomically(root / "sweep.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
     write_atomically(root / TABLE_FILE, _table(settings, prepared, content))
     return content
 
 
 def _best_row(rows: Sequence[Row], metric: str) -> Row | None:
-    """The finished row with the best score (least loss or perplexity), the earliest of equals."""
+    """Returns the finished row with the best score, the earliest of equals."""
+    # Of a loss or a perplexity the least is the best.
     sign = -1.0 if metric.endswith(("loss", "perplexity")) else 1.0
-    key = lambda row: -math.inf if row.score is None else sign * row.score  # noqa: E731
-    return max((row for row in rows if row.done), key=key, default=None)
+
+    def worth(row: Row) -> float:
+        return -math.inf if row.score is None else sign * row.score
+
+    return max((row for row in rows if row.done), key=worth, default=None)
 
 
 def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) -> None:
     """Writes into a run's privacy report how its settings were chosen, and the total epsilon."""
     plan = PrivacyPlan.from_dict(Trajectory.load(folder / SHIPPING_NAME).header["plan"])
-    report = PrivacyReport.load(folder)
-    if not isinstance(prepared.tuning, dict):
-        report = report.with_tuning(prepared.tuning, plan)
-    else:
-        tuned = report.with_tuning(prepared.tuning, plan, at_least=prepared.epsilon or 0.0)
+    tuned = PrivacyReport.load(folder).with_tuning(
+        prepared.tuning, plan, at_least=prepared.epsilon or 0.0
+    )
+    if settings.tuning == "composed":
+        # The run itself had a noise multiplier and no target: the sweep's was the recipe's.
         target = settings.load({}).training.target_epsilon
-        report = dataclasses.replace(tuned, target_epsilon=target)
-    report.save(folder)
+        tuned = dataclasses.replace(tuned, target_epsilon=target)
+    tuned.save(folder)
 
 
 def _summary(
     settings: SweepSettings, prepared: Prepared, rows: Sequence[Row], best: Row | None
 ) -> dict[str, Any]:
-    """The content of sweep.json; infinite numbers become the string "inf"."""
+    """Returns the content of sweep.json; infinite numbers become the string "inf"."""
     content: dict[str, Any] = {
         "tuning": settings.tuning,
         "statement": statement(settings, prepared),
@@ -114,42 +104,30 @@ def _summary(
             for row in rows
         ]
     if settings.tuning == "not_accounted":
-        content["epsilon_if_composed"] = _composed_anyway(settings, prepared.num_examples)
+        # What composition of the whole grid would have claimed; None where it has no accounting.
+        n, total = prepared.num_examples, math.inf
+        try:
+            trainings = [settings.load(point).training for point in settings.points]
+            plans = [training.plan(n) for training in trainings]
+            total = composed_epsilon(plans, max(training.delta(n) for training in trainings))
+        except ValueError:
+            pass
+        content["epsilon_if_composed"] = total if math.isfinite(total) else None
     return dict(encode(content))
 
 
-def _composed_anyway(settings: SweepSettings, num_examples: int) -> float | None:
-    """What plain composition of a not_accounted grid would claim; None where it has no accounting."""
-    try:
-        recipes = [settings.load(point).training for point in settings.points]
-        plans = [training.plan(num_examples) for training in recipes]
-        total = composed_epsilon(plans, max(t.delta(num_examples) for t in recipes))
-    except ValueError:
-        return None
-    return total if math.isfinite(total) else None
-
-
 def statement(settings: SweepSettings, prepared: Prepared) -> str:
-    """What the sweep cost, in words.
-
-    Args:
-      settings: the sweep.
-      prepared: its epsilon.
-
-    Returns:
-      One or two sentences.
-    """
+    """Returns what the sweep cost, in one or two sentences."""
     if settings.tuning == "public":
         return (
             "The trials' training data was declared public by the user, so the sweep spent nothing. "
             "The declaration is the user's; nothing here can check it."
         )
-    if settings.tuning == "not_accounted":
+    if prepared.epsilon is None or prepared.delta is None:
         return (
             "Tuning is NOT ACCOUNTED: the grid was run on the private data, and each printed epsilon "
             "holds for one run whose settings were fixed beforehand, not for the best of several."
         )
-    assert prepared.epsilon is not None and prepared.delta is not None
     total = f"({round_up(prepared.epsilon)}, {delta_words(prepared.delta)})-differentially private"
     if settings.secret:
         return (
@@ -165,7 +143,7 @@ def statement(settings: SweepSettings, prepared: Prepared) -> str:
 
 
 def _table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, Any]) -> str:
-    """The sweep for people: what it cost, then settings and scores (the winner's alone if secret)."""
+    """Returns what the sweep cost, then settings and scores (the winner's alone if secret)."""
     names, best = list(settings.grid), content["best"]
     rows = content.get("trials") or ([{**best, "status": "done"}] if best else [])
     body = []
@@ -193,24 +171,24 @@ def _table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, An
 
 
 def _best_recipe(settings: SweepSettings, prepared: Prepared, best: Row) -> str:
-    """A recipe with the winning settings, to train the private data with."""
+    """Returns a recipe with the winning settings, to train the private data with."""
     plain = settings.for_private_rows() if settings.tuning == "public" else settings
     values = yaml.safe_load(plain.load(best.settings or {}).to_yaml())
     values.pop("output_dir", None)
     values["tuning"] = settings.tuning if settings.tuning in WORDS else "not_accounted"
     values["output_dir"] = str(settings.output_dir / "trained")
+    costs = {
+        "public": "Training with this recipe on private data costs what its own report says, "
+        "and no more.",
+        "not_accounted": "A report of training with it holds for that one run and ignores the sweep.",
+        "composed": "Training with it on the same data again costs again, beside the sweep.",
+    }
     score = "-" if best.score is None else f"{best.score:.4g}"
-    comment = [
+    comment = (
         f"The best of {len(settings.points)} settings of a sweep over {', '.join(settings.grid)}: "
         f"{prepared.metric} {score}.",
         statement(settings, prepared),
-        {
-            "public": "Training with this recipe on private data costs what its own report says, "
-            "and no more.",
-            "not_accounted": "A report of training with it holds for that one run and ignores the "
-            "sweep.",
-            "composed": "Training with it on the same data again costs again, beside the sweep.",
-        }[settings.tuning],
-    ]
+        costs[settings.tuning],
+    )
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return "".join(f"# {line}\n" for line in comment) + "\n" + text

@@ -1,4 +1,4 @@
-"""Comparisons as Markdown, in the shape of the DPZero paper's Tables 2, 3 and 9.
+"""Comparisons as Markdown, in the shape of the DPZero paper's Tables 2, 3 and 9, and as plots.
 
 `markdown` is one comparison: methods down, epsilons across. `merge` puts several tasks into one table:
 methods down, tasks across. Figures are cut off, never rounded up, so that no table says more than what
@@ -14,30 +14,26 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hf_dpzero.experiments.aggregate import JSON_FILE, Cell, Record
-from hf_dpzero.experiments.plots import PLOT_FILE, plot_tasks
-from hf_dpzero.experiments.results import STATUSES, Row
+from hf_dpzero.experiments.results import JSON_FILE, STATUSES, Cell, Record
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.reporting.plots import optional_plot
+from hf_dpzero.reporting.plots import new_figure, optional_plot
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
 from hf_dpzero.values import encode
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 TABLE_FILE = "comparison.md"
+PLOT_FILE = "comparison.png"
 Records = Sequence[tuple[str, Record]]
 NONE = "–"
 INFINITY = "∞"
 
 
 def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are figures.
-
-    Args:
-      head: names of the columns.
-      body: rows, as long as the head.
-
-    Returns:
-      Lines without an end.
+    """Returns a Markdown table; the first column is text, the others are figures.
 
     >>> print(grid(["a", "b"], [["x|y", "1"]]))
     | a | b |
@@ -50,7 +46,7 @@ def grid(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def score(cell: Cell | None) -> str:
-    """Mean ± standard error in per cent, and how many runs are missing from it.
+    """Returns mean ± standard error in per cent, and how many runs are missing from it.
 
     >>> score(Cell(method="m", epsilon=2.0, planned=3, finished=2, mean=0.8769, standard_error=0.004))
     '87.69 ± 0.40 (2 of 3)'
@@ -65,7 +61,7 @@ def score(cell: Cell | None) -> str:
 
 
 def percent(share: float) -> str:
-    """In per cent with two decimals, cut off.
+    """Returns a share in per cent with two decimals, cut off.
 
     >>> percent(0.29), percent(0.87698)
     ('29.00', '87.69')
@@ -74,7 +70,7 @@ def percent(share: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """At most three significant digits, cut off.
+    """Returns at most three significant digits, cut off.
 
     >>> seconds(0.34567), seconds(12.3999), seconds(1234.5)
     ('0.345', '12.3', '1234')
@@ -83,21 +79,22 @@ def seconds(value: float) -> str:
     return _cut(value, max(0, digits))
 
 
-def _mebibytes(value: float) -> str:
-    return str(int(value // 2**20))
+def _cut(value: float, digits: int) -> str:
+    # 29 per cent are 28.999999999999996 in binary: what fractions lose is added first.
+    return f"{math.floor(value * 10**digits + 1e-7) / 10**digits:.{digits}f}"
 
 
-def _count(value: float) -> str:
+def _whole(value: float) -> str:
     return f"{math.floor(value):,}"
 
 
-def _spent(epsilon: float) -> str:
-    return INFINITY if math.isinf(epsilon) else round_up(epsilon)
-
-
-def _cut(value: float, digits: int) -> str:
-    """`value` down to so many decimals, after taking off what binary fractions add."""
-    return f"{math.floor(value * 10**digits + 1e-7) / 10**digits:.{digits}f}"
+_COSTS: tuple[tuple[str, Callable[[list[float]], float], Callable[[float], str]], ...] = (
+    ("seconds_per_step", statistics.fmean, seconds),
+    ("peak_memory_bytes", max, lambda size: str(int(size // 2**20))),
+    ("forwards", max, _whole),
+    ("backwards", max, _whole),
+)
+"""Figure of a cell, which one of several epsilons stands for the method, and how it is written."""
 
 
 def _at(epsilon: float) -> str:
@@ -105,51 +102,44 @@ def _at(epsilon: float) -> str:
 
 
 def markdown(record: Record) -> str:
-    """Heading, table, what the figures are, the methods, and the runs that failed or are missing."""
-    title = f"# {record.settings['task']}: {', '.join(record.methods)}"
-    lines = [f"- {method['name']}: `{method['source']}`" for method in record.settings["methods"]]
+    """Returns heading, table, what its figures are, the methods, and runs that failed or are missing."""
+    lists = {"Settings:": [f"- {m['name']}: `{m['source']}`" for m in record.settings["methods"]]}
     if overrides := " ".join(record.settings["overrides"]):
-        lines.append(f"- all of them: `{overrides}`")
-    parts = [title, table(record), *_caption(record), "\n".join(["Settings:", "", *lines])]
-    failed = [f"- {_failure(row)}" for row in record.rows if not row.done]
-    if failed:
-        parts.append("\n".join([f"Runs that do not count ({len(failed)}):", "", *failed]))
-    if record.pending:
-        lines = [f"- {name}" for name in record.pending]
-        parts.append("\n".join([f"Runs that are still to be made ({len(lines)}):", "", *lines]))
-    return "\n\n".join(parts) + "\n"
+        lists["Settings:"].append(f"- all of them: `{overrides}`")
+    failed = [
+        f"- {row.method}, {_at(row.target_epsilon)}, seed {row.seed}: **{row.status}** "
+        f"({STATUSES.get(row.status, row.status)}): {row.error}"
+        for row in record.rows
+        if not row.done
+    ]
+    lists[f"Runs that do not count ({len(failed)}):"] = failed
+    pending = [f"- {name}" for name in record.pending]
+    lists[f"Runs that are still to be made ({len(pending)}):"] = pending
+    title = f"# {record.settings['task']}: {', '.join(record.methods)}"
+    parts = ["\n".join([head, "", *lines]) for head, lines in lists.items() if lines]
+    return "\n\n".join([title, table(record), *_caption(record), *parts]) + "\n"
 
 
 def table(record: Record) -> str:
-    """One row a method: scores by epsilon, and what they cost."""
+    """Returns one row a method: scores by epsilon, and what they cost."""
     names = sorted({row.metric for row in record.rows if row.metric})
     metric = f"{' / '.join(names) or 'accuracy'} (%)"
     head = ["method", *(f"{metric}, {_at(e)}" for e in record.epsilons)]
     head += ["epsilon spent", "s/step", "peak MiB", "example-forwards", "example-backwards"]
-    body = [_method_row(record, method) for method in record.methods]
+    body = []
+    for method in record.methods:
+        cells = [cell for cell in record.cells if cell.method == method]
+        spent = sorted(cell.epsilon_spent for cell in cells if cell.epsilon_spent is not None)
+        line = [method, *(score(record.cell(method, epsilon)) for epsilon in record.epsilons)]
+        line.append(" / ".join(INFINITY if math.isinf(e) else round_up(e) for e in spent) or NONE)
+        for figure, of, show in _COSTS:
+            known = [value for c in cells if (value := getattr(c, figure)) is not None]
+            line.append(show(of(known)) if known else NONE)
+        body.append(line)
     for cell in record.zero_shot:  # at any epsilon: nothing was learnt from the private rows
         scores = [score(cell)] * len(record.epsilons)
         body.append([cell.method, *scores, "0", NONE, NONE, NONE, NONE])
     return grid(head, body)
-
-
-def _method_row(record: Record, method: str) -> list[str]:
-    cells = [cell for cell in record.cells if cell.method == method]
-
-    def shown(figure: str, show: Callable[[float], str], of: Callable[..., float] = max) -> str:
-        known = [value for c in cells if (value := getattr(c, figure)) is not None]
-        return show(of(known)) if known else NONE
-
-    spent = sorted(cell.epsilon_spent for cell in cells if cell.epsilon_spent is not None)
-    return [
-        method,
-        *(score(record.cell(method, epsilon)) for epsilon in record.epsilons),
-        " / ".join(map(_spent, spent)) or NONE,
-        shown("seconds_per_step", seconds, statistics.fmean),
-        shown("peak_memory_bytes", _mebibytes),
-        shown("forwards", _count),
-        shown("backwards", _count),
-    ]
 
 
 def _caption(record: Record) -> list[str]:
@@ -180,25 +170,17 @@ def _caption(record: Record) -> list[str]:
         "passes too, counted beside them. Seconds and memory of private runs depend on their secret "
         "batches, and no epsilon covers them.",
     ]
-    if record.jobs > 1:
-        texts.append(f"Up to {record.jobs} runs shared the machine: seconds per step are noisy.")
+    if (jobs := max((row.jobs for row in record.rows), default=1)) > 1:
+        texts.append(f"Up to {jobs} runs shared the machine: seconds per step are noisy.")
     return texts
 
 
-def _failure(row: Row) -> str:
-    run = f"{row.method}, {_at(row.target_epsilon)}, seed {row.seed}"
-    return f"{run}: **{row.status}** ({STATUSES.get(row.status, row.status)}): {row.error}"
-
-
 def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLike[str]) -> str:
-    """Writes comparison.json, comparison.md and comparison.png of all tasks.
+    """Writes comparison.json, comparison.md and comparison.png of all tasks; returns the Markdown.
 
     Args:
       folders: of comparisons; each is named by its task, or by its folder where two are of one task.
       output_dir: another folder.
-
-    Returns:
-      The Markdown.
 
     Raises:
       FileNotFoundError: a folder holds no comparison.
@@ -214,6 +196,7 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
         raise ValueError(f"{len(records)} comparison to merge; give the folders of two or more.")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{twice[0]!r} stands for two comparisons; rename one of their folders.")
+    # One epsilon must mean one thing in a table.
     private = [(name, record.relation) for name, record in records if record.relation]
     for name, relation in private:
         if relation != private[0][1]:
@@ -229,13 +212,20 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
     write_atomically(target / TABLE_FILE, text)
     summary = encode({"tasks": {name: asdict(record) for name, record in records}})
     write_atomically(target / JSON_FILE, json.dumps(summary, indent=1) + "\n")
+    drawn = [(name, r) for name, r in records if any(c.mean is not None for c in r.cells)]
     with optional_plot(PLOT_FILE):
-        plot_tasks(records, target)
+        if drawn:
+            figure = new_figure(len(drawn))
+            panels = figure.subplots(1, len(drawn), squeeze=False)[0]
+            for axes, (name, record) in zip(panels, drawn, strict=True):
+                _draw_against_epsilon(axes, record)
+                axes.set_title(name)
+            figure.savefig(target / PLOT_FILE, dpi=120)
     return text
 
 
 def _merged_markdown(records: Records) -> str:
-    """Scores, tasks across; down the methods as they first appear; then each task's own table."""
+    """Returns scores, tasks across; down the methods as they first appear; then each task's table."""
     keys = dict.fromkeys((c.method, c.epsilon) for _, record in records for c in record.cells)
     methods = list(dict.fromkeys(method for method, _ in keys))
     body = [
@@ -248,3 +238,64 @@ def _merged_markdown(records: Records) -> str:
     names = [name for name, _ in records]
     scores = grid(["method, score (%)", *names], body)
     return "\n\n".join([f"# {', '.join(names)}", scores, *(f"#{markdown(r)}" for _, r in records)])
+
+
+# ---- plots
+
+
+def plot_comparison(record: Record, folder: Path) -> Path | None:
+    """Draws comparison.png: score against epsilon, and score against peak memory.
+
+    Private methods are points with error bars (standard error) joined by lines; methods without
+    privacy and zero-shot models are horizontal lines.
+
+    Returns:
+      Its path, or None if no run has finished.
+    """
+    if all(cell.mean is None for cell in record.cells):
+        return None
+    figure = new_figure(2)
+    left, right = figure.subplots(1, 2)
+    _draw_against_epsilon(left, record)
+    for cell in record.cells:
+        if cell.mean is None or cell.peak_memory_bytes is None:
+            continue
+        x, y = cell.peak_memory_bytes / 2**20, 100 * cell.mean
+        error = 100 * (cell.standard_error or 0.0)
+        colour = f"C{record.methods.index(cell.method) % 10}"
+        right.errorbar(x, y, yerr=error, marker="o", capsize=3, color=colour)
+        label = f"{cell.method}, ε = {'∞' if math.isinf(cell.epsilon) else f'{cell.epsilon:g}'}"
+        right.annotate(label, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7)
+    right.set(xlabel="peak memory of training steps (MiB)", ylabel="score (%)")
+    right.margins(x=0.25)
+    right.grid(alpha=0.3)
+    figure.savefig(folder / PLOT_FILE, dpi=120)
+    return folder / PLOT_FILE
+
+
+def _draw_against_epsilon(axes: Axes, record: Record) -> None:
+    """Draws points where a method is private, horizontal lines where there is no epsilon."""
+    for index, method in enumerate(record.methods):
+        colour = f"C{index % 10}"
+        cells = [
+            (c.epsilon, 100 * c.mean, 100 * (c.standard_error or 0.0))
+            for c in record.cells
+            if c.method == method and c.mean is not None
+        ]
+        if private := sorted(cell for cell in cells if math.isfinite(cell[0])):
+            x, y, errors = zip(*private, strict=True)
+            axes.errorbar(x, y, errors, marker="o", capsize=3, label=method, color=colour)
+        for epsilon, mean, _ in cells:
+            if math.isinf(epsilon):
+                axes.axhline(mean, label=f"{method} (ε = ∞)", linestyle="--", color=colour)
+    for cell in record.zero_shot:
+        axes.axhline(100 * (cell.mean or 0.0), linestyle=":", color="grey", label=cell.method)
+    if finite := [e for e in record.epsilons if math.isfinite(e)]:
+        axes.set_xscale("log")
+        axes.set_xticks(finite, [f"{e:g}" for e in finite])
+        axes.minorticks_off()
+        axes.set_xlim(min(finite) / 1.3, max(finite) * 1.3)
+    axes.set(xlabel="ε", ylabel="score (%)")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=7)

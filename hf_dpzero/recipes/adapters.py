@@ -17,12 +17,13 @@ from torch import nn
 
 from hf_dpzero.checks.model import check_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
 
 if TYPE_CHECKING:
+    from peft import PeftModel, PrefixTuningConfig
     from transformers import PreTrainedModel
 
+ADAPTER_FILE = "adapter_config.json"
 HEAD_NAMES = ("classifier", "score", "classification_head", "qa_outputs")
 _CLASSIFICATION = "sequence_classification"
 _TASK_TYPES = {_CLASSIFICATION: "SEQ_CLS", "causal_lm": "CAUSAL_LM", "masked_lm": None}
@@ -32,7 +33,7 @@ _PREFIX_TASK_TYPES = {**_TASK_TYPES, "masked_lm": "FEATURE_EXTRACTION"}
 
 def with_adapters(
     model: PreTrainedModel, arguments: ModelArguments, head: str = _CLASSIFICATION
-) -> Any:
+) -> PreTrainedModel | PeftModel:
     """Adds what `peft_method` asks for and freezes everything else.
 
     A classification head stays trainable, a language model's head does not.
@@ -55,7 +56,8 @@ def with_adapters(
     if arguments.peft_method is None:
         return model
     if arguments.peft_method == "bitfit":
-        return _only_biases(model, head)
+        return _only_biases_(model, head)
+    # PEFT draws from the global generator: what it draws is drawn again.
     generator = torch.Generator().manual_seed(arguments.init_seed + 1)
     if arguments.peft_method == "prefix":
         adapted = _with_prefix(model, arguments, head, generator)
@@ -67,7 +69,7 @@ def with_adapters(
     return adapted
 
 
-def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICATION) -> Any:
+def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICATION) -> PeftModel:
     """Loads a saved adapter onto its base model, frozen, for evaluation.
 
     Args:
@@ -94,7 +96,7 @@ def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICA
     return peft.PeftModel.from_pretrained(model, folder)
 
 
-def _only_biases(model: PreTrainedModel, head: str) -> PreTrainedModel:
+def _only_biases_(model: PreTrainedModel, head: str) -> PreTrainedModel:
     """BitFit (Ben Zaken et al. 2022): trains the biases, and a classification head."""
     names = [name for name, _ in model.named_parameters()]
     of_head = {n for n in names if head == _CLASSIFICATION and n.split(".")[0] in HEAD_NAMES}
@@ -109,7 +111,7 @@ def _only_biases(model: PreTrainedModel, head: str) -> PreTrainedModel:
     return model
 
 
-def _with_lora(model: PreTrainedModel, arguments: ModelArguments, head: str) -> Any:
+def _with_lora(model: PreTrainedModel, arguments: ModelArguments, head: str) -> PeftModel:
     """LoRA on the modules that the recipe names, or on PEFT's choice for the model or its encoder."""
     import peft
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
@@ -146,15 +148,12 @@ def _with_lora(model: PreTrainedModel, arguments: ModelArguments, head: str) -> 
         ) from error
 
 
-def prefix_config(num_virtual_tokens: int, head: str) -> Any:
-    """PEFT's configuration of a prefix.
+def prefix_config(num_virtual_tokens: int, head: str) -> PrefixTuningConfig:
+    """Returns PEFT's configuration of a prefix.
 
     Args:
       num_virtual_tokens: its length, >= 1.
       head: "sequence_classification", "masked_lm" or "causal_lm".
-
-    Returns:
-      A `peft.PrefixTuningConfig`.
     """
     import peft
 
@@ -165,13 +164,8 @@ def prefix_config(num_virtual_tokens: int, head: str) -> Any:
 @torch.no_grad()
 def _with_prefix(
     model: PreTrainedModel, arguments: ModelArguments, head: str, generator: torch.Generator
-) -> Any:
-    """A prefix that on a language model starts as the keys and values of random tokens.
-
-    Real activations are a far better start than N(0, 1) (Li & Liang 2021, arXiv:2101.00190, section
-    7.4), and MeZO's prefixes start so (Malladi et al. 2023, arXiv:2305.17333, appendix). A causal
-    model then does at first what it does with these tokens in front of the text.
-    """
+) -> PeftModel:
+    """A prefix that on a language model starts as the keys and values of random tokens."""
     import peft
     from transformers import DynamicCache
 
@@ -181,6 +175,9 @@ def _with_prefix(
         "bitfit."
     )
     count, start = arguments.num_virtual_tokens, None
+    # Real activations are a far better start than N(0, 1) (Li & Liang 2021, arXiv:2101.00190, section
+    # 7.4), and MeZO's prefixes start so (Malladi et al. 2023, arXiv:2305.17333, appendix). A causal
+    # model then does at first what it does with these tokens in front of the text.
     if head != _CLASSIFICATION:
         table: Any = model.get_input_embeddings()
         tokens = torch.randint(table.weight.shape[0], (1, count), generator=generator)

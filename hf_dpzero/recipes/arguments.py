@@ -8,7 +8,7 @@ for everything about training and privacy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hf_dpzero.values import one_of, positive
 
@@ -17,6 +17,14 @@ Pooling = Literal["mean", "cls"]
 HeadInit = Literal["random", "zero", "label_text"]
 PairFeatures = Literal["joint", "siamese"]
 PeftMethod = Literal["lora", "bitfit", "prefix"]
+_CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
+    "torch_dtype": (("float32", "bfloat16", "float16", "auto"), "auto takes the checkpoint's"),
+    "architecture": (get_args(Architecture), "auto suits whole checkpoints"),
+    "pooling": (get_args(Pooling), "sentence encoders mostly use mean"),
+    "pair_features": (get_args(PairFeatures), "siamese encodes each text alone"),
+    "head_init": (get_args(HeadInit), "random is HF's own"),
+    "peft_method": ((None, *get_args(PeftMethod)), "null trains the model"),
+}
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Words that `from_pretrained` takes for a map."""
 
@@ -107,15 +115,8 @@ class ModelArguments:
     precompute_features: bool = False
 
     def __post_init__(self) -> None:
-        dtypes = ("float32", "bfloat16", "float16", "auto")
-        one_of(self, "torch_dtype", dtypes, "auto takes the checkpoint's")
-        one_of(
-            self, "architecture", ("auto", "sentence_classifier"), "auto suits whole checkpoints"
-        )
-        one_of(self, "pooling", ("mean", "cls"), "sentence encoders mostly use mean")
-        one_of(self, "pair_features", ("joint", "siamese"), "siamese encodes each text alone")
-        one_of(self, "head_init", ("random", "zero", "label_text"), "random is HF's own")
-        one_of(self, "peft_method", (None, "lora", "bitfit", "prefix"), "null trains the model")
+        for name, (choices, hint) in _CHOICES.items():
+            one_of(self, name, choices, hint)
         positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens")
         self._check_placement()
         if self.load_in_4bit and self.load_in_8bit:

@@ -10,6 +10,11 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
+    import datasets
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from hf_dpzero.tasks import AnyTask
     from hf_dpzero.tasks.arguments import DataArguments
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
@@ -25,7 +30,8 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
       ValueError, OSError, ImportError: whatever the task, the model or the plan refuses.
     """
     from hf_dpzero.checks.model import check_installed
-    from hf_dpzero.recipes.models import load_model, precompute_features
+    from hf_dpzero.recipes.models import load_model
+    from hf_dpzero.recipes.sentence_classifier import precompute_features
     from hf_dpzero.tasks import build_task
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
@@ -62,11 +68,13 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     return trainer
 
 
-def with_kept_column(rows: Any, task: AnyTask, column: str | None) -> Any:
-    """Encoded rows with the column of their groups; a split that has none is left as it is.
+def with_kept_column(
+    rows: datasets.DatasetDict, task: AnyTask, column: str | None
+) -> datasets.DatasetDict:
+    """Puts the column of their groups beside encoded rows; a split that has none is left as it is.
 
     Args:
-      rows: of `task.tokenize`, a row an example, by split.
+      rows: of `task.tokenize`, a row an example, by split; changed in place.
       task: has the rows that they were made of.
       column: its name, or None.
 
@@ -96,14 +104,13 @@ def with_kept_column(rows: Any, task: AnyTask, column: str | None) -> Any:
 def refuse_training_texts(task: AnyTask) -> None:
     """Refuses validation rows whose texts are those of training rows.
 
-    The trainer compares tokens or features, which say less: two texts may be cut to the same tokens, and
-    features of one text differ in the last bit.
-
     Raises:
       ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
     from hf_dpzero.checks.evaluation_rows import PrivateRows
 
+    # The trainer compares tokens or features, which say less: two texts may be cut to the same tokens,
+    # and features of one text differ in the last bit.
     PrivateRows(task.splits["train"]).refuse(task.splits["validation"])
 
 
@@ -122,13 +129,11 @@ def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:
     from hf_dpzero.checks.evaluation_rows import PrivateRows
     from hf_dpzero.tasks import build_task
 
-    whole: dict[str, Any] = {
-        "max_train_samples": None,
-        "num_examples_per_class": None,
-        "num_demonstrations": 0,
-    }
+    whole = dataclasses.replace(
+        data, max_train_samples=None, num_examples_per_class=None, num_demonstrations=0
+    )
     try:
-        private = build_task(dataclasses.replace(data, **whole)).splits["train"]
+        private = build_task(whole).splits["train"]
     except (OSError, ValueError):
         return
     PrivateRows(private).refuse(task.splits["validation"])
@@ -149,7 +154,7 @@ def check_objective(recipe: Recipe) -> None:
         )
 
 
-def check_context(model: Any, recipe: Recipe) -> None:
+def check_context(model: nn.Module, recipe: Recipe) -> None:
     """Refuses prompts that may be longer than the model's context.
 
     Args:
@@ -168,23 +173,19 @@ def check_context(model: Any, recipe: Recipe) -> None:
             f"num_virtual_tokens={recipe.model.num_virtual_tokens} leaves no room for text in the "
             "model's positions; lower it."
         )
-    if recipe.data.prompt is None:
-        return
-    config: Any = base_model(model).config
-    prefixed = bool(getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None))
-    if most is not None and length > most:
+    if recipe.data.prompt is not None and most is not None and length > most:
+        config: Any = base_model(model).config
+        adapter = getattr(model, "active_peft_config", None)
+        beside = " beside their prefix" if getattr(adapter, "num_virtual_tokens", None) else ""
         raise ValueError(
             f"max_seq_length={length}, but {config.model_type} models of this size "
-            f"take {most} tokens{' beside their prefix' * prefixed}; lower it."
+            f"take {most} tokens{beside}; lower it."
         )
 
 
-def output_dir(recipe: Recipe) -> Path:
-    """Where the recipe's run puts everything; `TrainingArguments` always sets it."""
-    return Path(str(recipe.training.output_dir))
-
-
-def load_trained(arguments: ModelArguments, task: AnyTask, base: str) -> tuple[Any, Any]:
+def load_trained(
+    arguments: ModelArguments, task: AnyTask, base: str
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
     """Loads a trained model, or a trained adapter onto its base model.
 
     Args:
@@ -195,7 +196,7 @@ def load_trained(arguments: ModelArguments, task: AnyTask, base: str) -> tuple[A
     Returns:
       Model in eval mode, and tokenizer.
     """
-    from hf_dpzero.recipes.checkpoints import ADAPTER_FILE
+    from hf_dpzero.recipes.adapters import ADAPTER_FILE
     from hf_dpzero.recipes.models import load_model
 
     folder = Path(arguments.model_name_or_path)

@@ -16,7 +16,6 @@ from hf_dpzero.recipes.recipe import read_recipe
 from hf_dpzero.shipped import shipped_folder, shipped_recipes
 
 PAPER = "paper_results.csv"
-_ADAPTER_METHODS = {("dp-adamw", "lora"): "dp-lora", ("adamw", "lora"): "lora"}
 
 
 @dataclass(frozen=True)
@@ -47,47 +46,45 @@ class Reported:
 
 
 def read_reported(folder: Path) -> list[Reported]:
-    """The rows of the folder's `paper_results.csv`, none if there is no such file."""
+    """Reads the rows of the folder's `paper_results.csv`, none if there is no such file."""
     path = folder / PAPER
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [_reported(row) for row in csv.DictReader(file)]
-
-
-def _reported(row: Mapping[str, str]) -> Reported:
-    return Reported(
-        table=int(row["table"]),
-        model=row["model"],
-        task=row["task"],
-        method=row["method"],
-        epsilon=int(row["epsilon"]) if row["epsilon"] else None,
-        mean=row["mean"],
-        standard_error=row["standard_error"],
-    )
+        rows = list(csv.DictReader(file))
+    return [
+        Reported(
+            int(row["table"]),
+            row["model"],
+            row["task"],
+            row["method"],
+            int(row["epsilon"]) if row["epsilon"] else None,
+            row["mean"],
+            row["standard_error"],
+        )
+        for row in rows
+    ]
 
 
 def reported(numbers: Sequence[Reported], recipe: Mapping[str, Any]) -> str:
-    """What the paper reports for a recipe's model, task and method, in a sentence; "" if nothing.
+    """Returns what the paper reports for a recipe's model, task and method, in a sentence, or "".
 
-    The smallest epsilon comes first, the untrained model last. Recipes that train a head rather than
-    answer a prompt are not the paper's experiments.
+    The smallest epsilon comes first, the untrained model last.
     """
-    if not recipe.get("prompt"):
+    if not recipe.get("prompt"):  # the paper's experiments answer prompts, and train no head
         return ""
     wanted = (model_of(recipe), recipe["task"])
     of_task = [n for n in numbers if (n.model, n.task) == wanted]
-    ours = sorted(
-        (n for n in of_task if n.method == method_of(recipe)), key=lambda n: n.epsilon or 0
-    )
+    ours = [n for n in of_task if n.method == method_of(recipe)]
     if not ours:
         return ""
+    ours.sort(key=lambda n: n.epsilon or 0)
     untrained = [n for n in of_task if n.method == "zero-shot"]
     return f"{', '.join(map(str, [*ours, *untrained]))} (Table {ours[0].table})"
 
 
 def model_of(recipe: Mapping[str, Any]) -> str:
-    """The checkpoint's short name.
+    """Returns the checkpoint's short name.
 
     >>> model_of({"model_name_or_path": "facebook/opt-1.3b"})
     'opt-1.3b'
@@ -99,13 +96,14 @@ def model_of(recipe: Mapping[str, Any]) -> str:
 
 
 def method_of(recipe: Mapping[str, Any]) -> str:
-    """The method's name in the paper's tables: DP-AdamW on adapters is "dp-lora"."""
+    """Returns the method's name in the paper's tables: DP-AdamW on adapters is "dp-lora"."""
     method = str(recipe["method"])
-    return _ADAPTER_METHODS.get((method, str(recipe.get("peft_method"))), method)
+    on_adapters = {"dp-adamw": "dp-lora", "adamw": "lora"}
+    return on_adapters.get(method, method) if recipe.get("peft_method") == "lora" else method
 
 
 def budget_of(recipe: Mapping[str, Any]) -> str:
-    """(epsilon, delta) in words.
+    """Returns (epsilon, delta) in words.
 
     >>> budget_of({"target_epsilon": 2.0, "target_delta": 1e-5}), budget_of({})
     ('(2, 1e-5)', 'not private')
@@ -117,7 +115,7 @@ def budget_of(recipe: Mapping[str, Any]) -> str:
 
 
 def trained_of(recipe: Mapping[str, Any]) -> str:
-    """Which parameters move, in words."""
+    """Returns which parameters move, in words."""
     if recipe.get("peft_method"):
         rank = f", r = {recipe['lora_r']}" if "lora_r" in recipe else ""
         return f"{recipe['peft_method']}{rank}"
@@ -125,7 +123,7 @@ def trained_of(recipe: Mapping[str, Any]) -> str:
 
 
 def catalogue(task: str | None = None) -> list[dict[str, Any]]:
-    """The shipped recipes: name, task, model, method, what is trained, privacy target, paper's figure.
+    """Lists the shipped recipes: name, task, model, method, what is trained, budget, paper's figure.
 
     Args:
       task: only those of this task; None for all.
@@ -137,23 +135,23 @@ def catalogue(task: str | None = None) -> list[dict[str, Any]]:
     Raises:
       ValueError: no recipe has this task; names those that there are.
     """
-    numbers = read_reported(shipped_folder("recipes"))
-    rows = [_entry(name, read_recipe(path), numbers) for name, path in shipped_recipes().items()]
+    numbers, rows = read_reported(shipped_folder("recipes")), []
+    for name, path in shipped_recipes().items():
+        recipe = read_recipe(path)
+        rows.append(
+            {
+                "recipe": name,
+                "task": recipe["task"],
+                "model": model_of(recipe),
+                "method": method_of(recipe),
+                "trained": trained_of(recipe).strip("`"),
+                "privacy": budget_of(recipe),
+                "target_epsilon": recipe.get("target_epsilon"),
+                "target_delta": recipe.get("target_delta"),
+                "paper": reported(numbers, recipe) or None,
+            }
+        )
     known = sorted({row["task"] for row in rows})
     if task is not None and task not in known:
         raise ValueError(f"task={task!r} has no recipe; there are some for {', '.join(known)}.")
     return [row for row in rows if task in (None, row["task"])]
-
-
-def _entry(name: str, recipe: Mapping[str, Any], numbers: Sequence[Reported]) -> dict[str, Any]:
-    return {
-        "recipe": name,
-        "task": recipe["task"],
-        "model": model_of(recipe),
-        "method": method_of(recipe),
-        "trained": trained_of(recipe).strip("`"),
-        "privacy": budget_of(recipe),
-        "target_epsilon": recipe.get("target_epsilon"),
-        "target_delta": recipe.get("target_delta"),
-        "paper": reported(numbers, recipe) or None,
-    }

@@ -1,13 +1,15 @@
-"""Builds a recipe's model: checkpoint, head and adapters; stores features of a frozen encoder."""
+"""Builds a recipe's model: finds the checkpoint, loads it, gives it a head and adapters."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
@@ -15,54 +17,35 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
 )
 
-from hf_dpzero.batches.placement import bucket
-from hf_dpzero.batches.shapes import (
-    blank_like,
-    context_length,
-    shape_of,
-    stacked,
-    unmasked,
-    widened,
-    width_of,
-)
-from hf_dpzero.checks.precision import couples_values
-from hf_dpzero.ledger.digests import digest_model
-from hf_dpzero.objectives.losses import base_model, right_padded
+from hf_dpzero.checks.precision import keep_layout_
+from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.parallel.offload import settle_offloaded
-from hf_dpzero.perturbation.trainable import select_trainable
-from hf_dpzero.recipes.adapters import HEAD_NAMES, trained_adapter, with_adapters
+from hf_dpzero.recipes.adapters import ADAPTER_FILE, HEAD_NAMES, trained_adapter, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.checkpoints import (
-    dtype_settings,
-    fetched,
-    load_tokenizer,
-    placement_settings,
-    settle_quantised_,
-)
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, label_text_weights
 from hf_dpzero.reporting.provenance import resolve_path
 
 if TYPE_CHECKING:
-    import datasets
+    from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from hf_dpzero.tasks.prompted import PromptTask
-    from hf_dpzero.tasks.task import Task
+    from hf_dpzero.tasks import AnyTask
 
-CLASSIFICATION = "sequence_classification"
 LANGUAGE_MODELS: dict[str, Any] = {
     "masked_lm": AutoModelForMaskedLM,
     "causal_lm": AutoModelForCausalLM,
 }
+_INT8_CAST = "MatMul8bitLt: inputs will be cast from"
 
-_MAP_BATCH, _ENCODED = 2048, 32  # rows handed over at once; rows in a pass, so that few fill it up
+Loaded = TypeVar("Loaded")
 
 
 def load_model(
-    arguments: ModelArguments, task: Task | PromptTask, adapter: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    arguments: ModelArguments, task: AnyTask, adapter: str | None = None
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
     """Loads the model that a recipe describes, and its tokenizer.
 
     On the CPU; a quantised base goes to the accelerator at once where there is one.
@@ -85,8 +68,8 @@ def load_model(
       OSError: the checkpoint is neither local, cached nor reachable; says how to get it.
       ValueError: settings, checkpoint, tokenizer and task that do not fit together.
     """
-    head = getattr(task, "head", CLASSIFICATION)
-    _check(arguments, task, head)
+    head = task.head
+    _check_head(arguments, task)
     path = resolve_path(arguments.model_name_or_path)
     config = fetched(AutoConfig.from_pretrained, path, arguments)
     tokenizer = load_tokenizer(path, arguments)
@@ -108,19 +91,20 @@ def load_model(
         tokenizer.pad_token = tokenizer.eos_token
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    if fresh:
-        _init_fresh_(model, tokenizer, fresh, arguments, head)
+    _init_fresh_(model, fresh, arguments.init_seed)
+    if fresh and head not in LANGUAGE_MODELS and arguments.head_init != "random":
+        _init_head_(model, tokenizer, arguments)
     if adapter is not None:
         return trained_adapter(model, adapter, head).eval(), tokenizer
     return with_adapters(model, arguments, head).eval(), tokenizer
 
 
-def _check(arguments: ModelArguments, task: Task | PromptTask, head: str) -> None:
+def _check_head(arguments: ModelArguments, task: AnyTask) -> None:
     """Refuses settings of another head or architecture than the task's and the recipe's."""
-    plain = ModelArguments(model_name_or_path="")
+    prompted = task.head in LANGUAGE_MODELS
     for_vectors = ("logit_scale", "precompute_features", "pair_features")
     names: tuple[str, ...] = ()
-    if head in LANGUAGE_MODELS:
+    if prompted:
         names = ("architecture", "head_init", "label_texts", *for_vectors, "pooling", "normalize")
     elif arguments.architecture == "auto":
         names = for_vectors
@@ -136,14 +120,15 @@ def _check(arguments: ModelArguments, task: Task | PromptTask, head: str) -> Non
             f"load_in_{arguments.quantised}bit=True needs architecture: auto; a "
             "sentence_classifier's encoder is loaded in float32, bfloat16 or float16."
         )
+    usual = ModelArguments(model_name_or_path="")
     for name in names:
         value = getattr(arguments, name)
-        if value == getattr(plain, name):
+        if value == getattr(usual, name):
             continue
-        if head not in LANGUAGE_MODELS:
+        if not prompted:
             raise ValueError(f"{name}={value!r} needs architecture: sentence_classifier.")
         raise ValueError(
-            f"{name}={value!r} is about a classification head, and with prompt: {head} the "
+            f"{name}={value!r} is about a classification head, and with prompt: {task.head} the "
             f"language model answers in words: leave {name} out, or set prompt to null."
         )
     texts = arguments.label_texts or []
@@ -155,14 +140,13 @@ def _check(arguments: ModelArguments, task: Task | PromptTask, head: str) -> Non
 
 
 def _load_classifier(
-    path: str, config: PreTrainedConfig, arguments: ModelArguments, task: Any
+    path: str, config: PreTrainedConfig, arguments: ModelArguments, task: AnyTask
 ) -> tuple[PreTrainedModel, list[str]]:
     """The classifier, and the names of the parameters that the checkpoint did not have."""
-    names = dict(enumerate(task.label_names))
     labels = {
         "num_labels": task.num_labels,
-        "id2label": names,
-        "label2id": {name: index for index, name in names.items()},
+        "id2label": dict(enumerate(task.label_names)),
+        "label2id": {name: index for index, name in enumerate(task.label_names)},
     }
     settings = dtype_settings(arguments, config, kept=HEAD_NAMES)
     trained = config.model_type == "sentence_classifier"
@@ -173,8 +157,9 @@ def _load_classifier(
         labels |= {name: getattr(arguments, name) for name in shape}
         model = SentenceClassifier.from_encoder(encoder, **labels)
         return model, ["classifier.weight", "classifier.bias"]
-    load, head = AutoModelForSequenceClassification.from_pretrained, {} if trained else labels
-    settings |= placement_settings(arguments) | head
+    # A trained classifier has labels of its own, which are compared and not overwritten.
+    settings |= placement_settings(arguments) | ({} if trained else labels)
+    load = AutoModelForSequenceClassification.from_pretrained
     model, info = fetched(load, path, arguments, output_loading_info=True, **settings)
     if model.config.num_labels != task.num_labels:
         raise ValueError(
@@ -193,12 +178,8 @@ def _load_classifier(
 def _load_language_model(
     path: str, config: PreTrainedConfig, arguments: ModelArguments, head: str
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The pretrained language model, and the names of the parameters that its checkpoint lacks.
-
-    Refuses an encoder as causal_lm, which would see the answer, a decoder as masked_lm, and a
-    language-model head that would be drawn at random. A head tied to the embeddings is not in the
-    checkpoint, and not among the missing parameters either.
-    """
+    """The pretrained language model, and the names of the parameters that its checkpoint lacks."""
+    # As causal_lm an encoder would see the answer; as masked_lm a decoder has no mask.
     known = {kind for kind, auto in LANGUAGE_MODELS.items() if type(config) in auto._model_mapping}
     decoder = getattr(config, "is_decoder", False)
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decoder
@@ -212,6 +193,7 @@ def _load_language_model(
     load, settings = LANGUAGE_MODELS[head].from_pretrained, dtype_settings(arguments, config)
     settings |= placement_settings(arguments)
     model, info = fetched(load, path, arguments, output_loading_info=True, **settings)
+    # A head that is tied to the embeddings is not in the checkpoint, and is not missing either.
     fresh = sorted(info["missing_keys"])
     absent = [name for name in fresh if not name.startswith(f"{model.base_model_prefix}.")]
     if absent:
@@ -226,26 +208,19 @@ def _load_language_model(
 
 
 @torch.no_grad()
-def _init_fresh_(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    fresh: list[str],
-    arguments: ModelArguments,
-    kind: str,
-) -> None:
+def _init_fresh_(model: PreTrainedModel, fresh: Sequence[str], init_seed: int) -> None:
     """Draws the parameters that the checkpoint did not bring, on the CPU wherever the model is.
 
-    Matrices are N(0, initializer_range^2), biases 0, other vectors (norm scales) 1. Weights of
-    quantised layers, which would not be quantised, are refused.
+    Matrices are N(0, initializer_range^2), biases 0, other vectors (norm scales) 1.
     """
     config: Any = getattr(model.config, "encoder", model.config)
     std = getattr(config, "initializer_range", None) or getattr(config, "init_std", None) or 0.02
     parameters = dict(model.named_parameters())
-    generator = torch.Generator().manual_seed(arguments.init_seed)
-    for name in sorted(fresh):
+    generator = torch.Generator().manual_seed(init_seed)
+    for name in sorted(fresh):  # the order of the draws is part of what replay rebuilds
         layer = model.get_submodule(name.rpartition(".")[0])
         if type(layer).__module__.startswith("bitsandbytes"):
-            raise ValueError(
+            raise ValueError(  # drawn as float32 it would not be quantised
                 f"the checkpoint has no {name}, and weights of a quantised layer are not drawn at "
                 "random: drop load_in_4bit and load_in_8bit, or start from a checkpoint that has it."
             )
@@ -255,8 +230,13 @@ def _init_fresh_(
             parameter.copy_(drawn.normal_(0.0, std, generator=generator))
         elif parameter is not None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    if kind in LANGUAGE_MODELS or arguments.head_init == "random":
-        return
+
+
+@torch.no_grad()
+def _init_head_(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: ModelArguments
+) -> None:
+    """Starts the head at zero, or at the embeddings of the labels' descriptions."""
     head = output_layer(model)
     head.weight.zero_()
     if head.bias is not None:
@@ -266,7 +246,7 @@ def _init_fresh_(
 
 
 def output_layer(model: nn.Module) -> nn.Linear:
-    """The last linear layer with one output for each label."""
+    """Returns the last linear layer with one output for each label."""
     config: Any = base_model(model).config
     labels = config.num_labels
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == labels]
@@ -275,127 +255,183 @@ def output_layer(model: nn.Module) -> nn.Linear:
     return layers[-1]
 
 
-def _embedded(classifier: SentenceClassifier, tokens: Mapping[str, Tensor]) -> Tensor:
-    place = classifier.classifier.weight.device
-    return classifier.embed(**{key: value.to(place) for key, value in tokens.items()}).cpu()
-
-
-@torch.no_grad()
-def _encodes_together(classifier: SentenceClassifier, size: int, width: int) -> bool:
-    """Whether, on random tokens, no bit of a row follows from its place or its neighbours in a pass.
-
-    Args:
-      size: rows of the pass.
-      width: tokens of each.
-    """
-    encoder, draw = classifier.encoder, torch.Generator().manual_seed(width)
-    place = classifier.classifier.weight.device
-    ids = torch.randint(encoder.config.vocab_size, (size, width), generator=draw).to(place)
-    lengths = torch.randint(min(2, width), width + 1, (size, 1), generator=draw)
-    mask = (torch.arange(width) < lengths).long().to(place)
-    together = encoder(input_ids=ids, attention_mask=mask)[0]
-    for row in {0, size // 2, size - 1}:
-        same = [row] * size
-        alone = encoder(input_ids=ids[same], attention_mask=mask[same])[0]
-        if not torch.equal(alone, together[same]):
-            return False
-    return True
-
-
-def precompute_features(
-    model: nn.Module,
-    dataset: datasets.Dataset,
-    collate: Callable[[list[Any]], Mapping[str, Tensor]],
-    *,
-    trainable: str | None = None,
-    batch_size: int = 64,
-    device: torch.device | str | None = None,
-) -> datasets.Dataset:
-    """Runs the frozen encoder once over tokenised rows, so that training costs the head alone.
-
-    No privacy is spent: each embedding is a function of its own row and of public weights, bit for bit
-    (rows are padded by themselves and run in microbatches of fixed shapes), and the result is as private
-    as the rows. `datasets` caches it beside its source (when that is on disk)
-    under a fingerprint of rows, weights and pooling.
-
-    Args:
-      model: a `SentenceClassifier`; moved to `device` if given.
-      dataset: rows with input_ids and labels, as `Task.tokenize` makes them.
-      collate: pads rows into a batch of tensors, as `Task.collator` does.
-      trainable: as in `DPZeroConfig`; applied first.
-      batch_size: rows in every forward pass, >= 1, and no more than 32 are taken; 1 where the encoder
-        rounds a row by what stands beside it even in a batch of one shape, or is quantised so.
-      device: where the encoder runs; None leaves the model where it is.
-
-    Returns:
-      Rows with `sentence_embedding` `[H]` float32 (`[4 H]` of a pair encoded apart) and `labels`.
+def check_folder(path: str) -> None:
+    """Refuses a path to no folder, and a folder without a model; a Hub id passes.
 
     Raises:
-      ValueError: another model, or an encoder with parameters that are to be trained.
+      FileNotFoundError: says what is at the path instead.
     """
-    import datasets
-    from datasets.fingerprint import Hasher
-
-    select_trainable(model, trainable)
-    if not isinstance(model, SentenceClassifier):
-        raise ValueError(
-            f"precompute_features needs architecture: sentence_classifier, this is a "
-            f"{type(model).__name__}."
+    place = Path(path)
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path} holds an adapter and no model: set model_name_or_path to the model that the "
+            "adapter was trained on."
+            if (place / ADAPTER_FILE).is_file()
+            else f"{path} has no config.json, so it is no saved model: give the folder that "
+            "save_pretrained wrote to."
         )
-    trained = [name for name, p in model.encoder.named_parameters() if p.requires_grad]
-    if trained:
-        raise ValueError(
-            f"precompute_features needs a frozen encoder, but {len(trained)} of its parameters "
-            f"would be trained (encoder.{trained[0]}, ...); set trainable: classifier, or turn "
-            "precompute_features off."
+    if place.is_file():
+        raise FileNotFoundError(
+            f"model_name_or_path={path!r} is a file; give the folder that holds config.json."
         )
-    config, classifier = model.config, model.eval()
-    if device is not None:
-        nn.Module.to(classifier, device)
-    embedding = datasets.Sequence(datasets.Value("float32"), length=config.feature_size)
-    features = {"labels": dataset.features["labels"], "sentence_embedding": embedding}
-    size = min(batch_size, _ENCODED)
-    alone = bool(couples_values(classifier)) or size == 1
-    most = context_length(classifier.encoder)
+    # A Hub id has at most one slash and starts with a letter, digit or underscore.
+    outside = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1 or "\\" in path
+    if outside and not place.is_dir():
+        home = " (~ is not expanded: write the whole path)" if path.startswith("~") else ""
+        raise FileNotFoundError(
+            f"model_name_or_path={path!r}: no such folder{home}; relative paths are taken from "
+            f"{Path.cwd()}."
+        )
 
-    @functools.cache
-    def rows_of(width: int) -> int:
-        """Rows of a pass of a width, by that width alone."""
-        return 1 if alone or not _encodes_together(classifier, size, width) else size
 
-    settings = (
-        config.pooling,
-        config.normalize,
-        config.pair_features,
-        "alone" if alone else "in passes of fixed widths",
+def fetched(
+    load: Callable[..., Loaded], path: str, arguments: ModelArguments, **settings: Any
+) -> Loaded:
+    """Calls load(path) at the recipe's revision; failures say how to get the checkpoint.
+
+    Args:
+      load: a `from_pretrained`.
+      path: folder or Hub id.
+      arguments: the recipe's; `model_revision` is used.
+      settings: passed on to `load`.
+
+    Returns:
+      What `load` returns.
+
+    Raises:
+      FileNotFoundError: see `check_folder`.
+      OSError: damaged weights; the Hub has no such model or revision, asks for a login, or cannot be
+        reached.
+    """
+    from safetensors import SafetensorError
+
+    check_folder(path)
+    try:
+        return load(path, revision=arguments.model_revision or "main", **settings)
+    except SafetensorError as error:
+        raise OSError(f"{path}: its weights are damaged ({error}); copy them again.") from error
+    except OSError as error:
+        if Path(path).is_dir():
+            raise
+        raise OSError(_how_to_get(path, arguments.model_revision, error)) from error
+
+
+def _how_to_get(path: str, revision: str | None, error: BaseException | None) -> str:
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    kinds, kind = set(), type(error).__name__
+    while error is not None:  # transformers raises an OSError of its own from the Hub's answer
+        kinds.add(type(error).__name__)
+        error = error.__cause__ or error.__context__
+    parent = Path(path).parent
+    if "/" in path and parent.is_dir():
+        return (
+            f"{path} does not exist: {parent} is a folder here and has no {Path(path).name}, and the "
+            f"Hub gave no model of that name either ({kind})."
+        )
+    command = f"`hf download {path}{f' --revision {revision}' if revision else ''}`"
+    if "GatedRepoError" in kinds:
+        return (
+            f"model {path!r} is gated: accept its terms at https://huggingface.co/{path}, log in "
+            f"with `hf auth login`, then fetch it with {command}."
+        )
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            f"model {path!r} is no local folder, and the Hub has no model of that name that you may "
+            "see: check the name, or log in with `hf auth login` if it is private."
+        )
+    if "RevisionNotFoundError" in kinds:
+        return f"model {path!r} has no revision {revision!r}; check model_revision."
+    offline = " with HF_HUB_OFFLINE unset" if HF_HUB_OFFLINE else ""
+    return (
+        f"model {path!r} is no local folder, and neither cached nor reachable ({kind}); fetch it once "
+        f"with {command}{offline}, or set model_name_or_path to a local folder."
     )
 
-    @torch.no_grad()
-    def encode(rows: Mapping[str, list[Any]]) -> dict[str, Any]:
-        alike: dict[Any, list[int]] = {}  # rows of one shape run together, always so many
-        batches = []
-        for i in range(len(rows["input_ids"])):
-            batch = right_padded(collate([{name: rows[name][i] for name in rows}]))
-            columns = bucket(width_of(batch), most) - width_of(batch)
-            batch = widened(batch, "right", columns) or batch
-            batches.append({key: value for key, value in batch.items() if key != "labels"})
-            alike.setdefault((shape_of(batches[i]), unmasked(batches[i])), []).append(i)
-        embeddings = torch.empty(len(batches), config.feature_size)
-        for members in alike.values():
-            size = rows_of(width_of(batches[members[0]]))
-            for start in range(0, len(members), size):
-                chosen = members[start : start + size]
-                blanks = [blank_like(batches[chosen[0]])] * (size - len(chosen))
-                filled = stacked([*(batches[i] for i in chosen), *blanks])
-                embeddings[chosen] = _embedded(classifier, filled)[: len(chosen)]
-        return {"sentence_embedding": embeddings.numpy()}
 
-    return dataset.map(
-        encode,
-        batched=True,
-        batch_size=_MAP_BATCH,
-        remove_columns=[name for name in dataset.column_names if name != "labels"],
-        features=datasets.Features(features),
-        new_fingerprint=Hasher.hash((dataset._fingerprint, digest_model(model.encoder), settings)),
-        desc="encoding once",
-    ).with_format("torch")
+def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a folder or Hub id, at the recipe's `model_revision`.
+
+    Raises:
+      ValueError: the checkpoint has no tokenizer.
+      OSError: see `fetched`.
+    """
+    advice = (
+        "save the model's own tokenizer into its folder (tokenizer.save_pretrained), or start from "
+        "a checkpoint that has one."
+    )
+    try:
+        tokenizer = fetched(AutoTokenizer.from_pretrained, path, arguments)
+    except (OSError, ValueError, ImportError) as error:
+        if isinstance(error, OSError) and not Path(path).is_dir():
+            raise
+        said = (str(error).splitlines() or ["nothing"])[0]
+        raise ValueError(f"{path} has no tokenizer that loads ({said}): {advice}") from error
+    # Where its files are missing transformers makes up a tokenizer that knows no word.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        raise ValueError(f"{path} has no tokenizer: {advice}")
+    return tokenizer
+
+
+def dtype_settings(
+    arguments: ModelArguments, config: PreTrainedConfig, kept: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns keyword arguments of `from_pretrained` for dtype and quantisation.
+
+    Args:
+      arguments: the recipe's.
+      config: the checkpoint's, whose dtype "auto" takes.
+      kept: modules that are not quantised; by default transformers leaves out the output layer.
+
+    Returns:
+      `dtype`, and with load_in_4bit or load_in_8bit `quantization_config`.
+
+    Raises:
+      ImportError: bitsandbytes is needed and not installed; names the pip command.
+    """
+    auto = arguments.torch_dtype == "auto"
+    dtype = "auto" if auto else getattr(torch, arguments.torch_dtype)
+    if not arguments.quantised:
+        return {"dtype": dtype}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(
+            f"load_in_{arguments.quantised}bit needs bitsandbytes, which is not installed; run "
+            "pip install 'hf-dpzero[quantization]'"
+        )
+    from transformers import BitsAndBytesConfig
+
+    settings: dict[str, Any] = {"load_in_8bit": True}  # Dettmers et al. 2022, arXiv:2208.07339
+    if arguments.load_in_4bit:  # NormalFloat (QLoRA), Dettmers et al. 2023, arXiv:2305.14314
+        compute = getattr(config, "dtype", None) or torch.float32 if auto else dtype
+        settings = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": compute,
+        }
+    quantisation = BitsAndBytesConfig(llm_int8_skip_modules=list(kept) or None, **settings)
+    return {"dtype": dtype, "quantization_config": quantisation}
+
+
+def placement_settings(arguments: ModelArguments) -> dict[str, Any]:
+    """Returns `from_pretrained`'s arguments for where weights go; none without a device_map."""
+    if arguments.device_map is None:
+        return {}
+    if arguments.offload_folder is not None:
+        Path(arguments.offload_folder).mkdir(parents=True, exist_ok=True)
+    names = ("device_map", "offload_folder", "max_memory")
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def settle_quantised_(model: nn.Module) -> None:
+    """Keeps bitsandbytes from rewriting 4-bit weights, and from a log line for each 8-bit product.
+
+    Nothing else has to be prepared, as for backpropagation: there is no backward pass.
+    """
+    # On some CPUs the first forward pass packs 4-bit weights anew for bfloat16 arithmetic: the model
+    # would have another digest there, and a weight that changes in a forward pass is refused.
+    keep_layout_(model)
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_not_the_int8_cast)
+
+
+def _not_the_int8_cast(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_INT8_CAST)

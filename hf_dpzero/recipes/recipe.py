@@ -57,13 +57,15 @@ class Recipe:
     training: DPZeroConfig
     values: Mapping[str, Any]
 
+    @property
+    def output_dir(self) -> Path:
+        """Where the run puts everything; `TrainingArguments` always sets it."""
+        return Path(str(self.training.output_dir))
+
     def to_yaml(self) -> str:
-        """The settings as a recipe that loads to the same values; secrets are left out."""
-        public = {
-            key: value
-            for key, value in self.values.items()
-            if not key.endswith("_token") and key != "sampler_key"
-        }
+        """Writes the settings as a recipe that loads to the same values; secrets are left out."""
+        secret = {key for key in self.values if key.endswith("_token")} | {"sampler_key"}
+        public = {key: value for key, value in self.values.items() if key not in secret}
         return yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
 
 
@@ -179,6 +181,41 @@ def recipe_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, d
             )
         chain += recipe_chain(path.parent / base, (*above, path))
     return [*chain, (path, values)]
+
+
+def unused_settings(recipe: Recipe) -> str:
+    """Names in one message what was written down and has no effect beside the rest; "" if nothing.
+
+    Settings of `DPZeroConfig` have a warning of their own (`settings.hf_arguments`).
+    """
+    model, data, written = recipe.model, recipe.data, recipe.values
+    local = Path(model.model_name_or_path).is_dir()
+    done = {"do_train": True, "do_eval": True, "do_predict": False}
+    uses: dict[str, tuple[bool, tuple[str, ...]]] = {
+        "it is for peft_method: lora": (
+            model.peft_method == "lora",
+            ("lora_r", "lora_alpha", "lora_target_modules"),
+        ),
+        "it is for peft_method: prefix": (model.peft_method == "prefix", ("num_virtual_tokens",)),
+        "it is for device_map": (model.device_map is not None, ("offload_folder", "max_memory")),
+        "it is for architecture: sentence_classifier": (
+            model.architecture != "auto",
+            ("pooling", "normalize"),
+        ),
+        "it is for head_init: label_text": (model.head_init == "label_text", ("label_texts",)),
+        "the model is a local folder": (not local, ("model_revision",)),
+        "train_file goes first": (data.train_file is None, ("dataset_name", "dataset_config_name")),
+        "it is for a prompt": (data.prompt is not None, ("max_new_tokens",)),
+        "the command says what is done": (False, tuple(done)),
+    }
+    unused = [
+        f"{name}={written[name]!r} ({why})"
+        for why, (used, names) in uses.items()
+        for name in names
+        # None is as good as left out, and what the command does anyhow may be written down.
+        if not used and written.get(name) not in (None, done.get(name))
+    ]
+    return f"no effect in this recipe: {', '.join(unused)}" if unused else ""
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:

@@ -11,7 +11,8 @@ Importing this module registers the classes with AutoConfig and AutoModelForSequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +23,30 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.modeling_utils import PreTrainedModel
 
+from hf_dpzero.batches.placement import bucket
+from hf_dpzero.batches.shapes import (
+    blank_like,
+    context_length,
+    shape_of,
+    stacked,
+    unmasked,
+    widened,
+    width_of,
+)
+from hf_dpzero.checks.precision import couples_values
+from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import classification_losses, right_padded
+from hf_dpzero.perturbation.trainable import select_trainable
 
 if TYPE_CHECKING:
+    import datasets
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 POOLINGS = ("mean", "cls")
 PAIR_FEATURES = ("joint", "siamese")
 PHRASING_SEPARATOR = "|"
+_MAP_BATCH, _ENCODED = 2048, 32  # rows handed over at once; rows in a pass, so that few fill it up
 
 
 class SentenceClassifierConfig(PreTrainedConfig):
@@ -82,6 +99,13 @@ class SentenceClassifierConfig(PreTrainedConfig):
         return self.hidden_size * (4 if self.pair_features == "siamese" else 1)
 
 
+def _without_pooler(encoder: PreTrainedModel) -> PreTrainedModel:
+    # BERT's pooler is not used: it would be saved and perturbed for nothing.
+    if isinstance(getattr(encoder, "pooler", None), nn.Module):
+        encoder.pooler = None  # type: ignore[assignment]
+    return encoder
+
+
 class SentenceClassifier(PreTrainedModel):
     """Encoder, pooling, linear head; see the module's docstring for the equation."""
 
@@ -96,8 +120,7 @@ class SentenceClassifier(PreTrainedModel):
     def __init__(self, config: SentenceClassifierConfig) -> None:
         super().__init__(config)
         self.num_labels = int(config.num_labels or 2)
-        self.encoder = AutoModel.from_config(config.encoder)
-        _drop_pooler_(self.encoder)
+        self.encoder = _without_pooler(AutoModel.from_config(config.encoder))
         self.classifier = nn.Linear(config.feature_size, self.num_labels)
         self.post_init()
 
@@ -114,13 +137,13 @@ class SentenceClassifier(PreTrainedModel):
         """
         with torch.device("meta"):
             model = cls(SentenceClassifierConfig(encoder=encoder.config, **settings))
-        model.encoder = encoder
-        _drop_pooler_(encoder)
+        model.encoder = _without_pooler(encoder)
         model.classifier = nn.Linear(model.config.feature_size, model.num_labels)
         nn.init.zeros_(model.classifier.weight)
         nn.init.zeros_(model.classifier.bias)
         return model.eval()
 
+    # Hugging Face's Trainer drops the columns of rows that this signature does not name.
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -152,9 +175,15 @@ class SentenceClassifier(PreTrainedModel):
         if sentence_embedding is None:
             if input_ids is None:
                 raise ValueError("give input_ids, or sentence_embedding from an earlier embed().")
-            first = (input_ids, attention_mask, token_type_ids)
-            pair = (input_ids_pair, attention_mask_pair, token_type_ids_pair)
-            sentence_embedding = self.embed(*first, *pair, **settings)
+            tokens = {
+                "attention_mask": attention_mask,
+                "token_type_ids": token_type_ids,
+                "input_ids_pair": input_ids_pair,
+                "attention_mask_pair": attention_mask_pair,
+                "token_type_ids_pair": token_type_ids_pair,
+            }
+            given = {name: value for name, value in tokens.items() if value is not None}
+            sentence_embedding = self.embed(input_ids, **given, **settings)
         weight = self.classifier.weight
         logits = self.classifier(sentence_embedding.to(weight.dtype)) * self.config.logit_scale
         loss = None
@@ -163,23 +192,14 @@ class SentenceClassifier(PreTrainedModel):
         output = SequenceClassifierOutput(loss=loss, logits=logits)
         return output.to_tuple() if return_dict is False else output
 
-    def embed(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        input_ids_pair: Tensor | None = None,
-        attention_mask_pair: Tensor | None = None,
-        token_type_ids_pair: Tensor | None = None,
-        **settings: Any,
-    ) -> Tensor:
+    def embed(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Computes the head's input from token rows; row i depends on row i alone.
 
         Args:
-          input_ids, attention_mask, token_type_ids: `[B, T]`.
-          input_ids_pair, attention_mask_pair, token_type_ids_pair: `[B, T']`, the second texts,
-            padded on either side; with pair_features=siamese, and only then.
-          settings: passed on to the encoder.
+          input_ids: `[B, T]`.
+          inputs: attention_mask, token_type_ids `[B, T]`; with pair_features=siamese, and only then, the
+            second texts input_ids_pair, attention_mask_pair, token_type_ids_pair `[B, T']`, padded on
+            either side; anything else is passed on to the encoder.
 
         Returns:
           `[B, feature_size]`, float32.
@@ -188,41 +208,34 @@ class SentenceClassifier(PreTrainedModel):
           ValueError: second texts that the configuration does not expect, or none where it does.
         """
         siamese = self.config.pair_features == "siamese"
-        if siamese != (input_ids_pair is not None):
+        pair = {n.removesuffix("_pair"): inputs.pop(n) for n in list(inputs) if n.endswith("_pair")}
+        if siamese != ("input_ids" in pair):
             raise ValueError(
                 f"pair_features={self.config.pair_features!r}, but input_ids_pair is "
                 f"{'missing' if siamese else 'given'}: tokenise with the model's own pair_features "
                 "(`Task.tokenize`), or set the recipe's pair_features to it."
             )
-        first = self._embed_text(input_ids, attention_mask, token_type_ids, **settings)
-        if input_ids_pair is None:
+        first = self._embed_text(input_ids, **inputs)
+        if not siamese:
             return first
-        pair = {
-            "input_ids": input_ids_pair,
-            "attention_mask": attention_mask_pair,
-            "token_type_ids": token_type_ids_pair,
+        settings = {
+            n: v for n, v in inputs.items() if n not in ("attention_mask", "token_type_ids")
         }
-        tokens = right_padded({name: t for name, t in pair.items() if t is not None})
-        return compare(first, self._embed_text(**tokens, **settings), self.config.normalize)
+        second = self._embed_text(**right_padded(pair), **settings)
+        return compare(first, second, self.config.normalize)
 
     def _embed_text(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **settings: Any,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any
     ) -> Tensor:
         """Embeddings `[B, H]` float32 of one text a row, `[B, T]`."""
-        attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if token_type_ids is not None:
-            settings["token_type_ids"] = token_type_ids
-        output = self.encoder(input_ids, attention_mask=attention_mask, **settings)
-        pooled = pool(output.last_hidden_state.float(), attention_mask, self.config.pooling)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        output = self.encoder(input_ids, attention_mask=mask, **inputs)
+        pooled = pool(output.last_hidden_state.float(), mask, self.config.pooling)
         return F.normalize(pooled, dim=-1) if self.config.normalize else pooled
 
 
 def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
-    """[a; b; |a - b|; sqrt(H) a * b] of embeddings a, b (Conneau et al. 2017).
+    """Joins embeddings a, b to [a; b; |a - b|; sqrt(H) a * b] (Conneau et al. 2017).
 
     The factor sqrt(H) gives the entries of the product the size of the others' where a and b have
     length 1 (entries of size 1/sqrt(H)); without normalize, the product is InferSent's own.
@@ -243,7 +256,7 @@ def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
 
 
 def pool(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """One vector a row: the mean over attended tokens, or the first attended token.
+    """Returns one vector a row: the mean over attended tokens, or the first attended token.
 
     Args:
       states: `[B, T, H]`.
@@ -286,7 +299,7 @@ def embed_texts(
 def label_text_weights(
     model: SentenceClassifier, tokenizer: PreTrainedTokenizerBase, label_texts: Sequence[str]
 ) -> Tensor:
-    """Head weights `[L, H]` from descriptions of the labels: a zero-shot classifier.
+    """Returns head weights from descriptions of the labels: a zero-shot classifier.
 
     Row c is the direction of the mean of the unit embeddings of label c's phrasings (separated by
     "|"), less the mean of all rows, so that what the descriptions share does not count.
@@ -308,10 +321,120 @@ def label_text_weights(
     return weights - weights.mean(dim=0)
 
 
-def _drop_pooler_(encoder: Any) -> None:
-    """Drops BERT's pooler, whose output is not used, so that it is neither saved nor perturbed."""
-    if isinstance(getattr(encoder, "pooler", None), nn.Module):
-        encoder.pooler = None
+def precompute_features(
+    model: nn.Module,
+    dataset: datasets.Dataset,
+    collate: Callable[[list[Any]], Mapping[str, Tensor]],
+    *,
+    trainable: str | None = None,
+    batch_size: int = 64,
+    device: torch.device | str | None = None,
+) -> datasets.Dataset:
+    """Runs the frozen encoder once over tokenised rows, so that training costs the head alone.
+
+    No privacy is spent: each embedding is a function of its own row and of public weights, bit for bit
+    (rows are padded by themselves and run in microbatches of fixed shapes), and the result is as private
+    as the rows. `datasets` caches it beside its source (when that is on disk)
+    under a fingerprint of rows, weights and pooling.
+
+    Args:
+      model: a `SentenceClassifier`; moved to `device` if given.
+      dataset: rows with input_ids and labels, as `Task.tokenize` makes them.
+      collate: pads rows into a batch of tensors, as `Task.collator` does.
+      trainable: as in `DPZeroConfig`; applied first.
+      batch_size: rows in every forward pass, >= 1, and no more than 32 are taken; 1 where the encoder
+        rounds a row by what stands beside it even in a batch of one shape, or is quantised so.
+      device: where the encoder runs; None leaves the model where it is.
+
+    Returns:
+      Rows with `sentence_embedding` `[H]` float32 (`[4 H]` of a pair encoded apart) and `labels`.
+
+    Raises:
+      ValueError: another model, or an encoder with parameters that are to be trained.
+    """
+    import datasets
+    from datasets.fingerprint import Hasher
+
+    select_trainable(model, trainable)
+    if not isinstance(model, SentenceClassifier):
+        raise ValueError(
+            f"precompute_features needs architecture: sentence_classifier, this is a "
+            f"{type(model).__name__}."
+        )
+    trained = [name for name, p in model.encoder.named_parameters() if p.requires_grad]
+    if trained:
+        raise ValueError(
+            f"precompute_features needs a frozen encoder, but {len(trained)} of its parameters "
+            f"would be trained (encoder.{trained[0]}, ...); set trainable: classifier, or turn "
+            "precompute_features off."
+        )
+    config, classifier = model.config, model.eval()
+    if device is not None:
+        nn.Module.to(classifier, device)
+    size, longest = min(batch_size, _ENCODED), context_length(classifier.encoder)
+    alone = bool(couples_values(classifier)) or size == 1
+    place = classifier.classifier.weight.device
+
+    @functools.cache
+    def rows_of(width: int) -> int:
+        """Rows of a pass, by its width alone: no private row chooses how others are computed."""
+        return 1 if alone or not _encodes_together(classifier, size, width) else size
+
+    @torch.no_grad()
+    def encode(rows: Mapping[str, list[Any]]) -> dict[str, np.ndarray]:
+        batches: list[dict[str, Tensor]] = []
+        # Rows that run together: of one shape, whose masks hide something or all hide nothing.
+        alike: dict[tuple[tuple[Any, ...], frozenset[str]], list[int]] = {}
+        for i in range(len(rows["input_ids"])):
+            batch = right_padded(collate([{name: rows[name][i] for name in rows}]))
+            batch = {key: value for key, value in batch.items() if key != "labels"}
+            columns = bucket(width_of(batch), longest) - width_of(batch)
+            batches.append(widened(batch, "right", columns) or batch)
+            alike.setdefault((shape_of(batches[i]), unmasked(batches[i])), []).append(i)
+        embeddings = torch.empty(len(batches), config.feature_size)
+        for members in alike.values():
+            count = rows_of(width_of(batches[members[0]]))
+            for start in range(0, len(members), count):
+                chosen = members[start : start + count]
+                blanks = [blank_like(batches[chosen[0]])] * (count - len(chosen))
+                filled = stacked([*(batches[i] for i in chosen), *blanks])
+                tokens = {key: value.to(place) for key, value in filled.items()}
+                embeddings[chosen] = classifier.embed(**tokens)[: len(chosen)].cpu()
+        return {"sentence_embedding": embeddings.numpy()}
+
+    how = "alone" if alone else "in passes of fixed widths"
+    settings = (config.pooling, config.normalize, config.pair_features, how)
+    embedding = datasets.Sequence(datasets.Value("float32"), length=config.feature_size)
+    features = {"labels": dataset.features["labels"], "sentence_embedding": embedding}
+    return dataset.map(
+        encode,
+        batched=True,
+        batch_size=_MAP_BATCH,
+        remove_columns=[name for name in dataset.column_names if name != "labels"],
+        features=datasets.Features(features),
+        new_fingerprint=Hasher.hash((dataset._fingerprint, digest_model(model.encoder), settings)),
+        desc="encoding once",
+    ).with_format("torch")
+
+
+@torch.no_grad()
+def _encodes_together(classifier: SentenceClassifier, size: int, width: int) -> bool:
+    """Whether, on random tokens, no bit of a row follows from its place or its neighbours in a pass.
+
+    The pass has `size` rows of `width` tokens.
+    """
+    encoder, draw = classifier.encoder, torch.Generator().manual_seed(width)
+    place = classifier.classifier.weight.device
+    ids = torch.randint(encoder.config.vocab_size, (size, width), generator=draw).to(place)
+    lengths = torch.randint(min(2, width), width + 1, (size, 1), generator=draw)
+    mask = (torch.arange(width) < lengths).long().to(place)
+    together = encoder(input_ids=ids, attention_mask=mask)[0]
+    for row in {0, size // 2, size - 1}:
+        same = [row] * size
+        copies = encoder(input_ids=ids[same], attention_mask=mask[same])[0]
+        if not torch.equal(copies, together[same]):
+            return False
+    return True
 
 
 AutoConfig.register(SentenceClassifierConfig.model_type, SentenceClassifierConfig, exist_ok=True)

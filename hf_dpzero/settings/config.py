@@ -235,7 +235,7 @@ class DPZeroConfig(private_only.PrivateOnly, TrainingArguments):
 
     @property
     def chosen(self) -> frozenset[str]:
-        """Settings that are left None, to be chosen for each run (`DPZeroMixin.resolved_args`)."""
+        """Settings that are left None, to be chosen for each run (`Run.args`)."""
         names = ("learning_rate", "num_directions")
         return frozenset(name for name in names if getattr(self, name) is None)
 

@@ -2,36 +2,34 @@
 
 Promises: every batch has one row an example; what a refusal says quotes no row; metrics need no network.
 The number of training rows that a task keeps is the n of the privacy accounting. May import
-`objectives`, `shipped` and `values` only. Start with `build_task`; then `task.py` (classification heads)
-or `prompted.py` (prompts), `benchmarks.py` (the paper's tasks) and `description.py` (how to describe
-your own).
+`objectives`, `shipped` and `values` only. Start with `build_task`; then `classification.py` (heads) or
+`prompted.py` (prompts), and `description.py` (how to describe your own).
 
-Tasks have names: by one line in `TASKS`, by `register_task`, or in a YAML file.
+Tasks have names: those of `TASKS`, by `register_task`, or the path of a YAML file.
 """
 
 from __future__ import annotations
 
 import filecmp
-import importlib
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_dpzero.shipped import shipped_folder
 from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import TaskDescription, read_task
 
 if TYPE_CHECKING:
-    from hf_dpzero.tasks.description import TaskDescription
+    from hf_dpzero.tasks.classification import Task
     from hf_dpzero.tasks.prompted import PromptTask
-    from hf_dpzero.tasks.task import Task
 
     AnyTask = Task | PromptTask
 
-_BENCHMARKS = ("boolq", "drop", "mnli", "rte", "snli", "squad", "sst2", "sst5", "trec")
-TASKS = {
-    "quickstart": "hf_dpzero.tasks.quickstart",
-    "text_classification": "hf_dpzero.tasks.text_classification",
-    **dict.fromkeys(_BENCHMARKS, "hf_dpzero.tasks.benchmarks"),
-}
-"""Task name -> the module that describes it, or that has `build(DataArguments) -> Task`."""
+BENCHMARKS = ("boolq", "drop", "mnli", "rte", "snli", "squad", "sst2", "sst5", "trec")
+"""The tasks of the paper (DPZero, Zhang et al. 2024, Tables 2, 4 and 5), in `configs/tasks`."""
+
+TASKS = ("quickstart", "text_classification", *BENCHMARKS)
+"""All tasks that come with the package."""
 
 _REGISTERED: dict[str, TaskDescription] = {}
 
@@ -53,29 +51,31 @@ def build_task(data: DataArguments) -> AnyTask:
       OSError: data that can be found neither locally nor on the Hub, or no such .yaml file.
     """
     description = description_of(data.task)
-    if description is None:
-        return importlib.import_module(TASKS[data.task]).build(data)
-    from hf_dpzero.tasks.benchmarks import build_described
+    # These load `datasets`, which a command that only names a task does without.
+    from hf_dpzero.tasks.classification import classification_task
+    from hf_dpzero.tasks.prompted import prompted_classification
+    from hf_dpzero.tasks.prompted_generation import prompted_generation
 
-    return build_described(data, description)
+    if description is not None and description.generates:
+        return prompted_generation(data, description)
+    task = classification_task(data, description)
+    return task if data.prompt is None else prompted_classification(task, data, description)
 
 
 def description_of(name: str) -> TaskDescription | None:
-    """What is known of a task without its rows; None if only its data describes it.
+    """Returns what is known of a task without its rows; None if only its data describes it.
 
     Raises:
       ValueError: an unknown task; names the known ones.
       FileNotFoundError: no such file.
     """
+    if name == "text_classification":
+        return None
     if name in TASKS:
-        from hf_dpzero.tasks.benchmarks import BENCHMARKS
-
-        return BENCHMARKS.get(name)
+        return _shipped(name)
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name.endswith((".yaml", ".yml")):
-        from hf_dpzero.tasks.description import read_task
-
         return read_task(name)
     raise ValueError(
         f"task={name!r} is not one of {', '.join([*TASKS, *_REGISTERED])}; a task of your own is a "
@@ -83,23 +83,29 @@ def description_of(name: str) -> TaskDescription | None:
     )
 
 
+@functools.cache
+def _shipped(name: str) -> TaskDescription:
+    return read_task(str(shipped_folder("configs") / "tasks" / f"{name}.yaml"))
+
+
 def same_rows(one: DataArguments, other: DataArguments) -> bool:
-    """Whether two recipes draw their training rows from one file (or a copy of it), or data set.
+    """Returns whether two recipes draw their training rows from one file (or a copy), or data set.
 
     Subsets, columns and prompts do not matter.
     """
     if one.train_file and other.train_file:
         files = Path(one.train_file), Path(other.train_file)
+        # A published recipe comes without its rows: then the names are all there is to compare.
         there = all(file.is_file() for file in files)
         return filecmp.cmp(*files, shallow=False) if there else files[0] == files[1]
     return _source(one) == _source(other)
 
 
 def _source(data: DataArguments) -> tuple[str | None, ...]:
-    """Of training rows: a file, or a data set and its configuration, or a task that makes its rows."""
+    """A file, or a data set and its configuration, or a task that makes its rows."""
     if data.train_file or data.dataset_name:
         return (data.train_file or data.dataset_name, data.dataset_config_name)
-    source = getattr(description_of(data.task), "source", None)
-    if source is None:
+    description = description_of(data.task)
+    if description is None or description.source is None:
         return (data.task,)
-    return (source.name, data.dataset_config_name or source.config)
+    return (description.source.name, data.dataset_config_name or description.source.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from hf_dpzero.values import one_of, positive
 
@@ -79,16 +79,17 @@ class DataArguments:
     def __post_init__(self) -> None:
         positive(self, "max_train_samples", "max_eval_samples", "num_examples_per_class")
         positive(self, "max_new_tokens")
-        if self.subset_seed < 0:
-            raise ValueError(f"subset_seed={self.subset_seed} must be 0 or more.")
+        one_of(self, "prompt", (None, *get_args(PromptKind)), "null trains a head")
+        one_of(self, "objective", get_args(Objective), "loss suits every method")
+        for name in ("subset_seed", "num_demonstrations"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more.")
         columns = [self.text_column, self.text_pair_column, self.label_column]
         named = [column for column in columns if column is not None]
         if len(set(named)) < len(named):
             raise ValueError(
                 f"text_column, text_pair_column and label_column are {named}: name different columns."
             )
-        one_of(self, "prompt", (None, "masked_lm", "causal_lm"), "null trains a head")
-        one_of(self, "objective", ("loss", "accuracy", "f1"), "loss suits every method")
         if self.max_seq_length < 2:
             raise ValueError(
                 f"max_seq_length={self.max_seq_length} leaves no room for text; use at least 2."
@@ -100,13 +101,9 @@ class DataArguments:
             raise ValueError(
                 f"class_names={names!r} must be two or more different names, one for each label."
             )
-        if self.num_demonstrations < 0:
-            raise ValueError(f"num_demonstrations={self.num_demonstrations} must be 0 or more.")
-        if self.prompt is not None:
-            return
         for name in ("template", "label_words", "num_demonstrations", "objective"):
             value = getattr(self, name)
-            if value and value != "loss":
+            if self.prompt is None and value and value != "loss":
                 loss = ", or objective to loss" if name == "objective" else ""
                 raise ValueError(
                     f"{name}={value!r} needs a prompt: set prompt to masked_lm or causal_lm{loss}."

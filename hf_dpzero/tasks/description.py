@@ -15,6 +15,8 @@ prompts:
     label_words: [money, failure]
     passage: body              # what is cut where a prompt is too long
 ```
+
+The tasks that come with the package are such files too: `configs/tasks/`.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from hf_dpzero.shipped import find_config
-from hf_dpzero.tasks.rows import HubSource
 from hf_dpzero.tasks.templates import ANSWER, MASK, checked_template
 from hf_dpzero.values import listed, nearest, parse_yaml
 
@@ -35,6 +36,26 @@ _KEYS = (
     "labels", "label_column", "drop_unlabelled", "answers", "metric", "prompts",
 )  # fmt: skip
 _PROMPT_KEYS = ("template", "label_words", "passage", "source")
+
+Yaml = None | bool | float | str | list["Yaml"] | Mapping[str, "Yaml"]
+"""What a YAML file may hold."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """Where a task's rows are on the Hub.
+
+    Attributes:
+      name: the data set.
+      config: its configuration, if it has several.
+      revision: branch, tag or commit; None is the default branch.
+      validation: the split that is evaluated on; "test" is taken where there is none.
+    """
+
+    name: str
+    config: str | None = None
+    revision: str | None = None
+    validation: str = "validation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +135,7 @@ class TaskDescription:
             self._refuse(
                 f"metric={self.metric!r}; a {kind} task has one of {', '.join(METRICS[kind])}."
             )
+        # A mask is filled by one token, which is no answer.
         kinds = ("causal_lm",) if self.generates else ("masked_lm", "causal_lm")
         for kind, prompt in self.prompts.items():
             if kind not in kinds:
@@ -127,7 +149,7 @@ class TaskDescription:
                     f"{len(self.label_names)} labels: give one each."
                 )
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"task {self.name!r} has {why}")
 
     @property
@@ -137,7 +159,7 @@ class TaskDescription:
 
 
 def read_task(path: str) -> TaskDescription:
-    """The description in a YAML file.
+    """Reads a description from a YAML file.
 
     Raises:
       FileNotFoundError: no such file.
@@ -149,37 +171,34 @@ def read_task(path: str) -> TaskDescription:
             f"task {path!r} not found, neither beside the recipe nor in {Path.cwd()}."
         )
     try:
-        return _described_by(parse_yaml(file.read_text(encoding="utf-8")), file.stem)
-    except ValueError as error:
+        return described(parse_yaml(file.read_text(encoding="utf-8")), file.stem)
+    except ValueError as error:  # UnicodeDecodeError is one
         raise ValueError(f"{path}: {error}") from error
 
 
-def _described_by(values: Any, name: str = "task") -> TaskDescription:
-    """The description in a mapping with the keys of a task file, `name` if it has none."""
-    values = _checked_keys(values, _KEYS, "a task")
+def described(written: Yaml, name: str) -> TaskDescription:
+    """Builds the description of a mapping with the keys of a task file.
+
+    Args:
+      written: the mapping; a key that is null counts as left out.
+      name: of a task that has none.
+
+    Raises:
+      ValueError: as `read_task`.
+    """
+    values = _checked_keys(written, _KEYS, "a task")
     if "fields" not in values:
         raise ValueError("fields is missing: name the text columns, such as {text: text}.")
-    given = values["fields"]
-    if not isinstance(given, Mapping):  # a field without a column is called as its column
-        given = dict.fromkeys(_words(given, "fields"))
-    for field_name, columns in given.items():
-        if columns == []:
-            raise ValueError(f"field {field_name}: [] names no column.")
-    fields = {str(name): _words(columns, name) or (str(name),) for name, columns in given.items()}
-    prompts, given = {}, values.get("prompts", {})
-    if not isinstance(given, Mapping):
-        raise ValueError(f"prompts: {given!r} is not a mapping of masked_lm or causal_lm.")
-    for kind, prompt in given.items():
-        prompt = _checked_keys(prompt, _PROMPT_KEYS, f"the prompt {kind}")
-        if "template" not in prompt:
-            raise ValueError(f"the prompt {kind} has no template.")
-        prompts[str(kind)] = Prompt(
-            template=_text(prompt, "template").rstrip("\n"),
-            label_words=_words(prompt.get("label_words"), "label_words"),
-            passage=_text(prompt, "passage") or None,
-            source=_text(prompt, "source"),
-        )
-    answers, source = _words(values.get("answers"), "answers"), None
+    columns = values["fields"]
+    if not isinstance(columns, Mapping):  # a field without a column is called as its column
+        columns = dict.fromkeys(_words(columns, "fields"))
+    fields = {str(key): _words(named, key) or (str(key),) for key, named in columns.items()}
+    if empty := [key for key, named in columns.items() if named == []]:
+        raise ValueError(f"field {empty[0]}: [] names no column.")
+    prompts = values.get("prompts", {})
+    if not isinstance(prompts, Mapping):
+        raise ValueError(f"prompts: {prompts!r} is not a mapping of masked_lm or causal_lm.")
+    source = None
     if "dataset" in values:
         source = HubSource(
             name=_text(values, "dataset"),
@@ -187,9 +206,11 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
             revision=_text(values, "revision") or None,
             validation=_text(values, "validation_split", "validation"),
         )
+    # `no` is text in YAML 1.2, so that a label may be called so.
     unlabelled = str(values.get("drop_unlabelled", False)).lower()
     if unlabelled not in ("true", "yes", "false", "no"):
         raise ValueError(f"drop_unlabelled: {values['drop_unlabelled']!r} is not true or false.")
+    answers = _words(values.get("answers"), "answers")
     return TaskDescription(
         name=_text(values, "name", name),
         source=source,
@@ -199,28 +220,40 @@ def _described_by(values: Any, name: str = "task") -> TaskDescription:
         label_names=_words(values.get("labels"), "labels"),
         answer_columns=answers,
         drop_unlabelled=unlabelled in ("true", "yes"),
-        prompts=prompts,
+        prompts={str(kind): _prompt(prompt, str(kind)) for kind, prompt in prompts.items()},
         metric=_text(values, "metric", METRICS["generation" if answers else "classification"][0]),
     )
 
 
-def _text(values: Mapping[str, Any], key: str, otherwise: str = "") -> str:
+def _prompt(written: Yaml, kind: str) -> Prompt:
+    values = _checked_keys(written, _PROMPT_KEYS, f"the prompt {kind}")
+    if "template" not in values:
+        raise ValueError(f"the prompt {kind} has no template.")
+    return Prompt(
+        template=_text(values, "template").rstrip("\n"),  # a block of YAML ends with a new line
+        label_words=_words(values.get("label_words"), "label_words"),
+        passage=_text(values, "passage") or None,
+        source=_text(values, "source"),
+    )
+
+
+def _text(values: Mapping[str, Yaml], key: str, otherwise: str = "") -> str:
     value = values.get(key, otherwise)
     if not isinstance(value, str):
         raise ValueError(f"{key}: {value!r} is not text; put it into quotes.")
     return value
 
 
-def _words(value: Any, key: str) -> tuple[str, ...]:
-    """A list of texts, or text with commas between them; () of None."""
+def _words(value: Yaml, key: str) -> tuple[str, ...]:
+    """Reads a list of texts, or text with commas between them; () of None."""
     words = [] if value is None else listed(value)
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{key}: {value!r} is not text or a list of texts; put it into quotes.")
     return tuple(words)
 
 
-def _checked_keys(values: Any, known: tuple[str, ...], what: str) -> dict[str, Any]:
-    """A mapping of known keys, less those that are null."""
+def _checked_keys(values: Yaml, known: tuple[str, ...], what: str) -> dict[str, Yaml]:
+    """Returns a mapping of known keys, less those that are null."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{what} is lines of `key: value`, this is {values!r}.")
     for key in values:

@@ -10,12 +10,13 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     import evaluate
+    from numpy.typing import ArrayLike
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # of ASCII; others, such as “ or –, stay
@@ -24,8 +25,10 @@ Answer = str | Sequence[str]
 """One answer to a question of DROP: its spans, or a string if it is one span."""
 
 
-def classification_scores(predictions: Any, references: Any, metric: str) -> dict[str, float]:
-    """What evaluation of a classification reports.
+def classification_scores(
+    predictions: ArrayLike, references: ArrayLike, metric: str
+) -> dict[str, float]:
+    """Returns what evaluation of a classification reports.
 
     Args:
       predictions: `[N]` integers or booleans, N >= 1.
@@ -65,7 +68,7 @@ def classification_scores(predictions: Any, references: Any, metric: str) -> dic
 def answer_scores(
     predictions: Sequence[Answer], references: Sequence[Sequence[Answer]], metric: str
 ) -> dict[str, float]:
-    """Exact match and F1 of generated answers, means over N >= 1 rows.
+    """Returns exact match and F1 of generated answers, means over N >= 1 rows.
 
     Args:
       predictions: N answers, perhaps empty; for "drop" strings or lists of spans.
@@ -101,24 +104,18 @@ def answer_scores(
             listed = metric == "drop" and isinstance(answer, (list, tuple, np.ndarray))
             if not all(isinstance(span, str) for span in (answer if listed else [answer])):
                 raise ValueError(f"row {row} has {answer!r}, not a string; decode or str() it.")
-    exact_match, f1 = _RULES[metric]
-    return {
-        "exact_match": float(np.mean([exact_match(*row) for row in rows])),
-        "f1": float(np.mean([f1(*row) for row in rows])),
-    }
+    scores = np.mean([_RULES[metric](*row) for row in rows], axis=0)
+    return {"exact_match": float(scores[0]), "f1": float(scores[1])}
 
 
 def answer_f1(prediction: Answer, golds: Sequence[Answer], metric: str) -> float:
-    """The F1 of one generated answer, the best over its gold answers.
+    """Returns the F1 of one generated answer in [0, 1], the best over its gold answers.
 
     Args:
       prediction: a string; for "drop" also a list of spans, perhaps empty.
       golds: at least one right answer. For "drop" one an annotator, each a string or a list of spans;
         an answer whose first span is blank, or that has none, cannot be matched.
       metric: "squad" or "drop".
-
-    Returns:
-      A number in [0, 1].
 
     Raises:
       ValueError: golds is a string or empty.
@@ -127,11 +124,11 @@ def answer_f1(prediction: Answer, golds: Sequence[Answer], metric: str) -> float
         raise ValueError(
             f"golds={golds!r} is not a list of right answers; give at least one, as in ['Paris']."
         )
-    return _RULES[metric][1](prediction, golds)
+    return _RULES[metric](prediction, golds)[1]
 
 
 def evaluate_metric(name: str) -> evaluate.Metric:
-    """The scores of a task as a metric of `evaluate`, which collects batches, without a network.
+    """Makes a task's scores a metric of `evaluate`, which collects batches, without a network.
 
     >>> metric = evaluate_metric("squad")
     >>> metric.add_batch(predictions=["the cat"], references=[["cat"]])
@@ -153,7 +150,7 @@ def evaluate_metric(name: str) -> evaluate.Metric:
             features = Features({"predictions": predictions, "references": references})
             return evaluate.MetricInfo(**about, features=features)
 
-        def _compute(self, **columns: Any) -> dict[str, float]:
+        def _compute(self, **columns: list[Answer]) -> dict[str, float]:
             return scores(**columns, metric=name)
 
     return Scores(keep_in_memory=True)
@@ -162,45 +159,43 @@ def evaluate_metric(name: str) -> evaluate.Metric:
 # SQuAD v1.1: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and the data set's evaluation script.
 
 
-def _squad_normalized(text: str) -> str:
+def squad_normalized(text: str) -> str:
     """Lower case, no ASCII punctuation, then no articles, single spaces; in this order.
 
-    >>> _squad_normalized("The U.S.  Navy's a-b, an A!")
+    >>> squad_normalized("The U.S.  Navy's a-b, an A!")
     'us navys ab'
     """
     return _without_articles(text.lower().translate(_PUNCTUATION))
 
 
-def _squad_exact_match(prediction: str, golds: Sequence[str]) -> float:
-    return float(_squad_normalized(prediction) in map(_squad_normalized, golds))
+def _squad(prediction: str, golds: Sequence[str]) -> tuple[float, float]:
+    """Exact match, and F1: 2 |common| / (|prediction| + |gold|) of the bags of words; the best gold's.
 
+    Words are what white space separates after normalisation, with multiplicity.
 
-def _squad_f1(prediction: str, golds: Sequence[str]) -> float:
-    """2 |common| / (|prediction| + |gold|) of the bags of words, the largest over the gold answers.
-
-    Words are what white space separates after normalisation, with multiplicity. No word in common is 0,
-    also where both bags are empty and the exact match is 1: so does the script of v1.1.
-
-    >>> _squad_f1("late October 1973", ["1973", "in October 1973"]) == 2 / 3
+    >>> _squad("late October 1973", ["1973", "in October 1973"]) == (0, 2 / 3)
     True
     """
-    words, scores = Counter(_squad_normalized(prediction).split()), []
-    for gold in golds:
-        others = Counter(_squad_normalized(gold).split())
-        common = (words & others).total()
-        scores.append(2 * common / (words.total() + others.total()) if common else 0.0)
-    return max(scores)
+    text = squad_normalized(prediction)
+    words, f1 = Counter(text.split()), [0.0]
+    normalized = [squad_normalized(gold) for gold in golds]
+    for gold in normalized:
+        others = Counter(gold.split())
+        # No word in common is 0, also where both bags are empty and match: so does the script of v1.1.
+        if common := (words & others).total():
+            f1.append(2 * common / (words.total() + others.total()))
+    return float(text in normalized), max(f1)
 
 
 # DROP: Dua et al. 2019, arXiv:1903.00161, section 5.1, and the script `drop_eval` of AllenNLP.
 
 
-def _drop_normalized(span: str) -> str:
+def drop_normalized(span: str) -> str:
     """Lower-case words between spaces and hyphens; numbers as floats, no articles.
 
     A word keeps its punctuation only if it is a number as it stands: "3.5" is 3.5 but "$3.5" is 35.
 
-    >>> _drop_normalized("The 12-yard TD-pass, 1e1 of $3.5")
+    >>> drop_normalized("The 12-yard TD-pass, 1e1 of $3.5")
     '12.0 yard td pass 10.0 of 35.0'
     """
     words = []
@@ -210,39 +205,39 @@ def _drop_normalized(span: str) -> str:
     return " ".join(filter(None, words))
 
 
-def _drop_exact_match(prediction: Answer, golds: Sequence[Answer]) -> float:
-    """As many spans as a gold answer, and the same ones; of repeated spans only the number counts."""
-    spans = [_drop_normalized(span) for span in _spans(prediction)]
-    matches = (
-        len(spans) == len(gold) and set(spans) == {_drop_normalized(span) for span in gold}
-        for gold in _filled_golds(golds)
-    )
-    return float(any(matches))
+def _drop(prediction: Answer, golds: Sequence[Answer]) -> tuple[float, float]:
+    """Exact match, and the F1 of the two answers rounded to two decimals; each the best gold's.
 
+    Answers match if they have as many spans and the same ones. Their F1: the spans' sets of words are
+    aligned one to one such that the sum of the F1 of the pairs is largest; that sum is divided by the
+    larger number of spans.
 
-def _drop_f1(prediction: Answer, golds: Sequence[Answer]) -> float:
-    """The largest F1 of the prediction with a gold answer, rounded to two decimals.
-
-    The F1 of two answers: their spans' sets of words are aligned one to one such that the sum of
-    the F1 of the pairs is largest; that sum is divided by the larger number of spans.
-
-    >>> _drop_f1("78", [["78-yard"]])  # precision 1, recall 1/2
-    0.67
-    >>> _drop_f1(["Bears"], [["Jets", "Bears"]])
-    0.5
+    >>> _drop("78", [["78-yard"]])  # precision 1, recall 1/2
+    (0.0, 0.67)
+    >>> _drop(["Bears"], [["Jets", "Bears"]])
+    (0.0, 0.5)
     """
     from scipy.optimize import linear_sum_assignment
 
-    predicted, best = [set(_drop_normalized(span).split()) for span in _spans(prediction)], 0.0
-    for spans in _filled_golds(golds):
-        gold = [set(_drop_normalized(span).split()) for span in spans]
-        pairs = np.array([[_set_f1(one, other) for other in predicted] for one in gold])
-        pairs = pairs.reshape(len(gold), len(predicted))
+    def normalized(answer: Answer) -> list[str]:
+        return [drop_normalized(span) for span in _spans(answer)]
+
+    said, exact, best = normalized(prediction), False, 0.0
+    predicted = [set(span.split()) for span in said]
+    for gold in golds:
+        spans = _spans(gold)
+        if not len(spans) or not spans[0].strip():  # an annotator who left nothing
+            continue
+        wanted = normalized(gold)
+        # Of repeated spans only the number counts, as in the script.
+        exact = exact or (len(said) == len(wanted) and set(said) == set(wanted))
+        pairs = np.array([[_set_f1(set(one.split()), o) for o in predicted] for one in wanted])
+        pairs = pairs.reshape(len(wanted), len(predicted))
         scores = np.zeros(max(pairs.shape))  # a set that is left over counts with 0
         rows, columns = linear_sum_assignment(pairs, maximize=True)
         scores[rows] = pairs[rows, columns]
         best = max(best, float(np.round(np.mean(scores), 2)))
-    return best
+    return float(exact), best
 
 
 def _is_number(word: str) -> bool:
@@ -256,12 +251,6 @@ def _is_number(word: str) -> bool:
 
 def _spans(answer: Answer) -> Sequence[str]:
     return [answer] if isinstance(answer, str) else answer
-
-
-def _filled_golds(golds: Sequence[Answer]) -> list[Sequence[str]]:
-    """The spans of the gold answers that are not blank."""
-    spans = [_spans(gold) for gold in golds]
-    return [gold for gold in spans if len(gold) and gold[0].strip()]
 
 
 def _set_f1(gold: set[str], predicted: set[str]) -> float:
@@ -279,8 +268,5 @@ def _without_articles(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-_RULES: dict[str, tuple[Callable[..., float], Callable[..., float]]] = {
-    "squad": (_squad_exact_match, _squad_f1),
-    "drop": (_drop_exact_match, _drop_f1),
-}
+_RULES: dict[str, Callable[..., tuple[float, float]]] = {"squad": _squad, "drop": _drop}
 """Metric -> exact match and F1 of one example."""

@@ -1,29 +1,54 @@
-"""What classification and generation by prompts have in common."""
+"""Rows as prompts for a language model: what all prompted tasks share, and classification.
+
+A masked language model is asked for the word at the mask (Gao et al. 2021, LM-BFF, arXiv:2012.15723), a
+decoder for the words after the prompt: one pass over the prompt where every label is one token, one over
+each candidate where not (Malladi et al. 2023, MeZO, arXiv:2305.17333).
+
+Collators pad row by row with tensor operations, never token by token, and give one row for each example.
+Positions are counted from a row's first attended token, so they hold whichever side is padded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
+import torch
+from torch import Tensor
 
 from hf_dpzero import __version__
 from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.classification import PAD_TO_MULTIPLE_OF, Task
 from hf_dpzero.tasks.description import Prompt, TaskDescription
-from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
-from hf_dpzero.tasks.templates import ANSWER, MASK, Template, checked_template
+from hf_dpzero.tasks.metrics import classification_scores
+from hf_dpzero.tasks.templates import (
+    ANSWER,
+    MASK,
+    Encoded,
+    PromptEncoder,
+    Template,
+    checked_template,
+    mask_word_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerBase
 
     from hf_dpzero.objectives.prompted import PromptObjective
 
+    Metrics = Callable[[EvalPrediction], dict[str, float]]
+
 logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+Batch = dict[str, Tensor]
+Columns = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,28 +83,26 @@ class PromptTask(ABC):
         return len(self.label_names)
 
     @abstractmethod
-    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], dict[str, Any]]:
-        """Encoded rows -> one padded batch, a row an example."""
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Row]], Batch]:
+        """Returns what pads encoded rows into one batch, a row an example."""
 
     @abstractmethod
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
-        """What is minimised, and what a model predicts."""
+        """Returns what is minimised, and what a model predicts."""
 
     @abstractmethod
-    def metrics(
-        self, tokenizer: PreTrainedTokenizerBase
-    ) -> Callable[[EvalPrediction], dict[str, float]]:
-        """Predictions of the objective -> named scores in [0, 1]."""
+    def metrics(self, tokenizer: PreTrainedTokenizerBase) -> Metrics:
+        """Returns what makes named scores in [0, 1] of predictions of the objective."""
 
     @abstractmethod
-    def _answer(self, row: Mapping[str, Any]) -> str:
+    def _answer(self, row: Row) -> str:
         """A row's answer as text."""
 
     @abstractmethod
     def _encode(
         self, rows: list[dict[str, Any]], encoder: PromptEncoder, places: list[int]
-    ) -> tuple[dict[str, list[Any]], list[Encoded]]:
-        """Rows -> columns for the collator, and the prompts that they were made of.
+    ) -> tuple[Columns, list[Encoded]]:
+        """Columns for the collator, and the prompts that they were made of.
 
         `places` are the rows' numbers, counted through all splits.
         """
@@ -90,7 +113,7 @@ class PromptTask(ABC):
         pair_features: str = "joint",
         only: str | None = None,
     ) -> datasets.DatasetDict:
-        """The rows as `collator` takes them.
+        """Encodes the rows as `collator` takes them.
 
         Passages that are too long are cut; of validation rows it is logged how many. `datasets` keeps
         what was made of rows from files, and finds it again by its fingerprint of the rows, of this task
@@ -108,16 +131,16 @@ class PromptTask(ABC):
           ValueError: label words that the tokenizer cannot spell, no room for the template,
             max_seq_length beyond what the tokenizer allows, or demonstrations for training rows.
         """
-        if self.data.max_seq_length > tokenizer.model_max_length:
+        limit, shown = self.data.max_seq_length, self.data.num_demonstrations
+        if limit > tokenizer.model_max_length:
             raise ValueError(
-                f"max_seq_length={self.data.max_seq_length} is beyond the "
-                f"{tokenizer.model_max_length} tokens that the model takes; lower it."
+                f"max_seq_length={limit} is beyond the {tokenizer.model_max_length} tokens that the "
+                "model takes; lower it."
             )
-        if self.data.num_demonstrations and only != "validation":
+        if shown and only != "validation":
             raise ValueError(
-                f"num_demonstrations={self.data.num_demonstrations} would put these training rows into "
-                "every example, so that no clip bounds them: they are for evaluation, tokenize(..., "
-                "only='validation')."
+                f"num_demonstrations={shown} would put these training rows into every example, so that "
+                "no clip bounds them: they are for evaluation, tokenize(..., only='validation')."
             )
         settings = {
             "task": dataclasses.replace(self, splits=datasets.DatasetDict()),
@@ -147,34 +170,33 @@ class PromptTask(ABC):
         return encoded
 
     def _say_what_is_cut(self, split: str, cut: int, rows: int) -> None:
-        """A count for public rows; for private ones the same words whatever they are."""
         limit = f"more than max_seq_length={self.data.max_seq_length} tokens"
         end = f"cut at the end of their {self.prompt.passage or 'longest field'}"
-        if split == "train":
+        if split == "train":  # a count of private rows, even 0, would be published with the logs
             logger.info(f"train prompts of {limit} are {end}; raise it to keep them whole.")
         elif cut:
             logger.warning(f"{cut} of {rows} {split} prompts have {limit}: they are {end}.")
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
-        """How prompts become tokens, with the training rows that the recipe shows in front of each."""
-        encoder = PromptEncoder(tokenizer, self.template, self.head, self.prompt.passage)
+        """Returns what makes tokens of prompts, with the training rows shown in front of each."""
         train, wanted = self.splits.get("train", ()), self.data.num_demonstrations
         if wanted > len(train):
             raise ValueError(
                 f"num_demonstrations={wanted}, but there are {len(train)} training rows; lower it."
             )
+        # 0 and 1 choose the rows of the splits (`rows.subset`); 2 is another stream of the same seed.
         generator = np.random.Generator(np.random.PCG64([self.data.subset_seed, 2]))
         chosen = generator.choice(len(train), wanted, replace=False) if wanted else ()
         shown = tuple(self.example(train[int(index)]) for index in chosen)
-        return dataclasses.replace(encoder, demonstrations=shown)
+        return PromptEncoder(tokenizer, self.template, self.head, self.prompt.passage, shown)
 
-    def example(self, row: Mapping[str, Any]) -> str:
-        """A demonstration: a row's prompt with its answer."""
+    def example(self, row: Row) -> str:
+        """Returns a demonstration: a row's prompt with its answer."""
         answer = self._answer(row)
         return self.template.render({**self.texts(row), MASK: answer, ANSWER: answer})
 
-    def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """A row's fields, "" for those that it does not have."""
+    def texts(self, row: Row) -> dict[str, str]:
+        """Returns a row's fields, "" for those that it does not have."""
         texts = {}
         for name, column in self.columns.items():
             value = row.get(column)
@@ -188,37 +210,33 @@ class PromptTask(ABC):
 
 
 def _encode_batch(
-    batch: Mapping[str, list[Any]],
+    batch: Columns,
     indices: list[int],
     *,
     task: PromptTask,
     encoder: PromptEncoder,
     start: int,
     version: str,
-) -> dict[str, list[Any]]:
+) -> Columns:
     """`PromptTask._encode` for `datasets.Dataset.map`, which hashes the arguments."""
     rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
     columns, prompts = task._encode(rows, encoder, [start + index for index in indices])
-    columns["cut"] = [prompt.cut for prompt in prompts]
-    columns["left_out"] = [prompt.left_out for prompt in prompts]
-    return columns
+    cut, left_out = [p.cut for p in prompts], [p.left_out for p in prompts]
+    return {**columns, "cut": cut, "left_out": left_out}
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The padding token, or where there is none the end token: the attention mask leaves it out."""
+    """Returns the padding token, or where there is none the end token, which the mask leaves out."""
     token = tokenizer.pad_token_id
     return int(token if token is not None else tokenizer.eos_token_id or 0)
 
 
 def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt, Template]:
-    """The task's prompt of the kind that a recipe asks for.
+    """Returns the task's prompt of the kind that a recipe asks for, and its template parsed.
 
     Args:
       data: the recipe's kind of prompt, and its own template and label words if it has any.
       description: the task's prompts.
-
-    Returns:
-      The prompt, and its template parsed.
 
     Raises:
       ValueError: the task has no such prompt and the recipe no template, or the template drops the
@@ -238,3 +256,231 @@ def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt
     template = checked_template(text, kind, tuple(description.fields), description.optional_fields)
     passage = known.passage if known.passage in template.used_fields else None
     return Prompt(template=text, label_words=words, passage=passage, source=known.source), template
+
+
+def padded(rows: Sequence[Tensor], value: int, side: str, most: int | None = None) -> Tensor:
+    """Stacks 1-D tensors as one `[N, T]`, T the longest rounded up to a multiple of 8, or to `most`.
+
+    >>> padded([torch.tensor([1, 2]), torch.tensor([3])], 0, "left")[:, -2:]
+    tensor([[1, 2],
+            [0, 3]])
+    """
+    longest = max(row.numel() for row in rows)
+    length = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
+    length = max(longest, min(length, most or length))
+    padded_rows = torch.full((len(rows), length), value, dtype=torch.int64)
+    for target, row in zip(padded_rows, rows, strict=True):
+        part = slice(None, row.numel()) if side == "right" else slice(length - row.numel(), None)
+        target[part] = row
+    return padded_rows
+
+
+@dataclass(frozen=True)
+class PromptCollator:
+    """Pads encoded prompts.
+
+    Attributes:
+      pad_token_id: what fills up a row.
+      side: "right" or "left".
+      most: tokens that no row exceeds; padding to a multiple of 8 stops there.
+    """
+
+    pad_token_id: int
+    side: str = "right"
+    most: int | None = None
+
+    def tokens(self, ids: Sequence[Tensor]) -> Batch:
+        """Returns input_ids and attention_mask, `[N, T]` int64."""
+        masks = [torch.ones_like(row) for row in ids]
+        return {
+            "input_ids": padded(ids, self.pad_token_id, self.side, self.most),
+            "attention_mask": padded(masks, 0, self.side, self.most),
+        }
+
+
+def id_tensors(rows: Sequence[Row]) -> list[Tensor]:
+    """Returns each row's input_ids, `[T]` int64."""
+    return [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
+
+
+def column_tensor(rows: Sequence[Row], name: str) -> Tensor:
+    """Returns a column with one number a row, `[B]` int64."""
+    return torch.as_tensor([int(row[name]) for row in rows], dtype=torch.int64)
+
+
+class LabelWordCollator(PromptCollator):
+    """input_ids, attention_mask `[B, T]`, positions, labels `[B]`; see `LabelWords`."""
+
+    columns = ("input_ids", "positions", "labels")
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        one_each = {name: column_tensor(rows, name) for name in ("positions", "labels")}
+        return {**self.tokens(id_tensors(rows)), **one_each}
+
+
+@dataclass(frozen=True)
+class CandidateCollator(PromptCollator):
+    """input_ids, attention_mask `[B, L, T]`, answer_lengths `[B, L]`, labels `[B]`.
+
+    Attributes:
+      answers: the tokens of each of the L candidates, put behind the prompt; see `Candidates`.
+    """
+
+    answers: tuple[tuple[int, ...], ...] = ()
+    columns = ("input_ids", "labels")
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        endings = [torch.tensor(answer, dtype=torch.int64) for answer in self.answers]
+        flat = self.tokens([torch.cat([ids, end]) for ids in id_tensors(rows) for end in endings])
+        lengths = torch.tensor([len(answer) for answer in self.answers])
+        return {
+            **{name: v.reshape(len(rows), len(endings), -1) for name, v in flat.items()},
+            "answer_lengths": lengths.expand(len(rows), -1).contiguous(),
+            "labels": column_tensor(rows, "labels"),
+        }
+
+
+def prompted_classification(
+    task: Task, data: DataArguments, description: TaskDescription | None
+) -> PromptedClassification:
+    """Returns a classification task with its rows as prompts.
+
+    Args:
+      task: with its labelled rows.
+      data: the recipe's prompt, template, label words and objective.
+      description: the task's fields and prompts; None takes the columns as fields, and all else from
+        the recipe.
+
+    Raises:
+      ValueError: as `prompt_of`; label words missing, blank, with braces, or of another number
+        than the labels; a second text that the task does not have; an objective other than loss and
+        accuracy.
+    """
+    names = task.label_names
+    if description is None:
+        fields = {column: (column,) for column in task.text_columns}
+        description = TaskDescription(name=task.name, fields=fields, label_names=names)
+    if len(task.text_columns) != len(description.fields):
+        raise ValueError(
+            f"text_pair_column={data.text_pair_column!r} names a second text, and task {task.name!r} "
+            f"has one text ({', '.join(description.fields)}): leave it out, or use task: "
+            "text_classification with a template and label_words."
+        )
+    prompt, template = prompt_of(data, description)
+    _check_words(prompt.label_words, names)
+    pairs = zip(names, prompt.label_words, strict=True)
+    logger.info("label words: %s", ", ".join(f"{name}: {word!r}" for name, word in pairs))
+    if data.objective == "f1":
+        raise ValueError(
+            f"objective='f1' scores generated answers, and {task.name!r} is a classification: use "
+            "accuracy or loss."
+        )
+    return PromptedClassification(
+        name=task.name,
+        head=str(data.prompt),
+        prompt=prompt,
+        template=template,
+        columns=dict(zip(description.fields, task.text_columns, strict=True)),
+        splits=task.splits,
+        data=data,
+        label_names=names,
+        metric=task.metric,
+    )
+
+
+def _check_words(words: tuple[str, ...], names: tuple[str, ...]) -> None:
+    if len(words) != len(names):
+        raise ValueError(
+            f"label_words has {len(words)} words ({', '.join(words)}) for the {len(names)} "
+            f"labels {', '.join(names)}; give one each, in this order."
+        )
+    for word, label in zip(words, names, strict=True):
+        if not word or word != word.strip():
+            raise ValueError(
+                f"label word {word!r} of {label} is blank or has white space around it: give the bare "
+                "word, and put the space before it into the template."
+            )
+        if "{" in word or "}" in word:
+            raise ValueError(
+                f"label word {word!r} of {label} holds a brace: label words are the same for every row, "
+                "and no templates of its fields. Choices that differ from row to row are multiple "
+                "choice: start from scripts/examples/multiple_choice.py."
+            )
+    lower_words, lower_names = [[text.lower() for text in texts] for texts in (words, names)]
+    if lower_words != lower_names and sorted(lower_words) == sorted(lower_names):
+        raise ValueError(
+            f"label_words are {', '.join(words)}, but the labels in their order are {', '.join(names)} "
+            "(labels that are text are sorted): write label_words in the order of the labels, or give "
+            "class_names in the order of the words."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptedClassification(PromptTask):
+    """Asks which of the label words the model expects; rows have an integer column "label"."""
+
+    def _encode(
+        self, rows: list[dict[str, Any]], encoder: PromptEncoder, places: list[int]
+    ) -> tuple[Columns, list[Encoded]]:
+        """Columns input_ids, positions, labels."""
+        # The words stand at the mask, and behind a decoder's prompt, where they need room.
+        longest = max(map(len, self.words(encoder.tokenizer))) if self.head == "causal_lm" else 0
+        limits = [self.data.max_seq_length - longest] * len(rows)
+        prompts = encoder.encode([self.texts(row) for row in rows], limits)
+        columns: Columns = {
+            "input_ids": [prompt.input_ids for prompt in prompts],
+            "positions": [prompt.position for prompt in prompts],
+            "labels": [row["label"] for row in rows],
+        }
+        return columns, prompts
+
+    def _answer(self, row: Row) -> str:
+        return self.prompt.label_words[row["label"]]
+
+    def words(self, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], ...]:
+        """Returns the tokens of each label's words."""
+        words = self.prompt.label_words
+        ids: list[tuple[int, ...]]
+        if self.head == "masked_lm":
+            ids = [(token,) for token in mask_word_ids(tokenizer, words)]
+        else:
+            encoder = PromptEncoder(tokenizer, self.template, self.head)
+            # They depend on what the template has before them, and not on a row's texts.
+            row = dict.fromkeys(self.columns, "x")
+            ids = [*map(tuple, encoder.answer_ids([row] * len(words), words))]
+        for index, word in enumerate(words):
+            first = ids.index(ids[index])
+            if first != index:
+                raise ValueError(
+                    f"label words {words[first]!r} and {word!r} are the same tokens {ids[index]}, so "
+                    "the model cannot tell these labels apart: choose other label_words."
+                )
+        return tuple(ids)
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Row]], Batch]:
+        """Returns one row of tokens an example, or L where label words have several tokens."""
+        padding = (padding_id(tokenizer), tokenizer.padding_side, self.data.max_seq_length)
+        words = self.words(tokenizer)
+        if all(len(word) == 1 for word in words):
+            return LabelWordCollator(*padding)
+        return CandidateCollator(*padding, answers=words)
+
+    def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
+        """Returns cross entropy over the labels, or with objective: accuracy 1 - [right]."""
+        from hf_dpzero.objectives.bounded import ZeroOne
+        from hf_dpzero.objectives.prompted import Candidates, ClassScores, LabelWords
+
+        words: tuple[tuple[int, ...], ...] = self.words(tokenizer)
+        scored: ClassScores = Candidates()
+        if all(len(word) == 1 for word in words):
+            scored = LabelWords(tuple(word[0] for word in words))
+        return ZeroOne(scored) if self.data.objective == "accuracy" else scored
+
+    def metrics(self, tokenizer: PreTrainedTokenizerBase) -> Metrics:
+        """Returns {"accuracy": ...}, and {"macro_f1": ...} where that is the task's metric."""
+
+        def compute(prediction: EvalPrediction) -> dict[str, float]:
+            chosen = np.argmax(np.asarray(prediction.predictions), axis=-1)
+            return classification_scores(chosen, np.asarray(prediction.label_ids), self.metric)
+
+        return compute

@@ -19,10 +19,6 @@ from typing import NamedTuple
 import datasets
 
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import Prompt, TaskDescription
-from hf_dpzero.tasks.prompted_classification import PromptedClassification, prompted_classification
-from hf_dpzero.tasks.rows import subset
-from hf_dpzero.tasks.task import Task
 
 LABEL_NAMES = ("routine", "urgent")
 TRAIN_SIZE, VALIDATION_SIZE = 8192, 1024
@@ -129,46 +125,25 @@ _VALIDATION = Fillings(
 )
 
 
-def build(data: DataArguments) -> Task | PromptedClassification:
-    """The quickstart task; `max_train_samples` and `max_eval_samples` draw subsets by subset_seed."""
-    for name in ("dataset_name", "train_file", "validation_file", "class_names"):
+def load_generated(data: DataArguments) -> datasets.DatasetDict:
+    """Returns all messages; refuses a recipe that names rows of its own."""
+    for name in ("dataset_name", "train_file", "validation_file"):
         if getattr(data, name) is not None:
             raise ValueError(
                 f"{name}={getattr(data, name)!r}: the quickstart task generates its own text; "
                 "set task to text_classification to use your data."
             )
-    task = Task(
-        name="quickstart",
-        label_names=LABEL_NAMES,
-        text_columns=("text",),
-        max_seq_length=data.max_seq_length,
-        splits=subset(generate(), data),
-    )
-    if data.prompt is None:
-        return task
-    prompts = {
-        kind: Prompt(
-            template=f"{{text}} Is this urgent? {place}",
-            label_words=("No", "Yes"),
-            source="this project",
-        )
-        for kind, place in (("masked_lm", "{mask}"), ("causal_lm", "{answer}"))
-    }
-    described = TaskDescription(
-        name=task.name, fields={"text": ("text",)}, label_names=LABEL_NAMES, prompts=prompts
-    )
-    return prompted_classification(task, data, described)
+    return generate()
 
 
 def generate(seed: int = GENERATOR_SEED) -> datasets.DatasetDict:
-    """All messages: 8192 distinct training and 1024 distinct validation rows, half of them urgent.
+    """Generates 8192 distinct training and 1024 distinct validation rows, half of them urgent.
 
     Guarantee: a pure function of `seed`; no text occurs twice, in either split.
     """
     generator, splits = random.Random(seed), datasets.DatasetDict()
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=list(LABEL_NAMES))}
-    )
+    label = datasets.ClassLabel(names=list(LABEL_NAMES))
+    features = datasets.Features({"text": datasets.Value("string"), "label": label})
     sizes = {"train": (_TRAIN, TRAIN_SIZE), "validation": (_VALIDATION, VALIDATION_SIZE)}
     for split, (fillings, size) in sizes.items():
         rows: list[dict[str, object]] = []

@@ -10,38 +10,25 @@ import io
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import numpy as np
 
 from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import HubSource
 
 _READERS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class HubSource:
-    """Where a task's rows are on the Hub.
-
-    Attributes:
-      name: the data set.
-      config: its configuration, if it has several.
-      revision: branch, tag or commit; None is the default branch.
-      validation: the split that is evaluated on; "test" is taken where there is none.
-    """
-
-    name: str
-    config: str | None = None
-    revision: str | None = None
-    validation: str = "validation"
+_UNLIKE = "its rows do not have the same columns"
+TEXT_TYPES = ("string", "large_string", "string_view")
 
 
 def load_splits(data: DataArguments, source: HubSource | None) -> datasets.DatasetDict:
-    """The raw "train" and "validation" rows: local files if given, else the Hub.
+    """Loads the raw "train" and "validation" rows: local files if given, else the Hub.
 
     Args:
       data: the recipe's files, or `dataset_name`, which replaces the task's own source altogether.
@@ -88,7 +75,7 @@ def _load_files(train: str | None, validation: str | None) -> datasets.DatasetDi
 
 
 def read_rows(path: Path) -> datasets.Dataset:
-    """The rows of a local file.
+    """Reads the rows of a local file.
 
     Raises:
       ValueError: another kind of file, a column's name twice, one that cannot be parsed, or without
@@ -107,7 +94,7 @@ def read_rows(path: Path) -> datasets.Dataset:
         raise FileNotFoundError(f"{path} not found (paths are relative to {Path.cwd()}).")
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty; it needs at least one row.")
-    _check_header(path) if kind == "csv" else _check_encoding(path, kind)
+    _check_before(path, kind)
     tabs = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
     files, verbosity = {"rows": str(path)}, datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would quote rows
@@ -124,31 +111,37 @@ def read_rows(path: Path) -> datasets.Dataset:
     return rows
 
 
-def _check_encoding(path: Path, kind: str) -> None:
-    """Refuses JSON in another encoding, which would be read and fail where a row is looked at."""
-    with path.open("rb") as file:
-        compressed = file.peek(2)[:2] == b"\x1f\x8b"
-        for number, line in enumerate(() if compressed or kind != "json" else file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
+def _check_before(path: Path, kind: str) -> None:
+    """Refuses what `datasets` would read and get wrong.
+
+    Raises:
+      ValueError: JSON in another encoding, which fails where a row is looked at, and quotes it; or a CSV
+        header with one name twice, of which only the first column is read.
+    """
+    if kind == "csv":
+        with (
+            contextlib.suppress(UnicodeDecodeError),
+            path.open(encoding="utf-8-sig", newline="") as file,
+        ):
+            names = next(csv.reader(file, delimiter=_delimiter(path)), [])
+            if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(
-                    f"{path}: line {number} is not UTF-8 text; save the file as UTF-8."
-                ) from None
+                    f"{path}: line 1 names the column {twice[0]!r} more than once; rename or drop one."
+                )
+    elif kind == "json":
+        with path.open("rb") as file:
+            compressed = file.peek(2)[:2] == b"\x1f\x8b"
+            for number, line in enumerate(() if compressed else file, start=1):
+                try:
+                    line.decode("utf-8")
+                except UnicodeDecodeError:
+                    raise ValueError(
+                        f"{path}: line {number} is not UTF-8 text; save the file as UTF-8."
+                    ) from None
 
 
-def _check_header(path: Path) -> None:
-    """Refuses a header with one name twice, of which only the first column would be read."""
-    with (
-        contextlib.suppress(UnicodeDecodeError),
-        path.open(encoding="utf-8-sig", newline="") as file,
-    ):
-        names = next(csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","), [])
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(
-                f"{path}: line 1 names the column {twice[0]!r} more than once; rename or drop one."
-            )
+def _delimiter(path: Path) -> str:
+    return "\t" if path.suffix.lower() == ".tsv" else ","
 
 
 def _broken(path: Path, kind: str) -> str:
@@ -162,38 +155,29 @@ def _broken(path: Path, kind: str) -> str:
         return f"line {content[: error.start].count(10) + 1} is not UTF-8 text (save it as UTF-8)"
     if not text.strip():
         return "it holds only white space"
-    if kind == "json" and path.suffix.lower() == ".jsonl":
-        for number, line in enumerate(text.split("\n"), start=1):
-            try:
-                row = json.loads(line.strip() or "{}")
-            except ValueError:
-                return f"line {number} is not JSON"
-            if not isinstance(row, dict):
-                return f"line {number} is no JSON object {{column: value}}"
-    elif kind == "json":
-        return _broken_json(text)
-    elif kind == "csv":
-        reader = csv.reader(io.StringIO(text), delimiter="\t" if path.suffix == ".tsv" else ",")
+    if kind == "csv":
+        reader = csv.reader(io.StringIO(text), delimiter=_delimiter(path))
         columns = len(next(reader))
         for row in reader:
             if len(row) > columns:
                 return f"line {reader.line_num} has more values than there are columns"
-    return "its rows do not have the same columns"
-
-
-def _broken_json(text: str) -> str:
-    """Where a .json file, a list of objects or one object a line, is broken."""
-    lines = text.split("\n")
-    try:
-        json.loads(text)
-    except ValueError as error:
-        for number, line in enumerate(lines, start=1):
-            try:
-                json.loads(line.strip() or "null")
-            except ValueError:
-                at = getattr(error, "lineno", number) if text.lstrip()[0] == "[" else number
-                return f"line {at} is not JSON"
-    return "its rows do not have the same columns"
+        return _UNLIKE
+    whole = path.suffix.lower() == ".json"  # a list of objects, or one object a line
+    if whole:
+        try:
+            json.loads(text)
+            return _UNLIKE
+        except json.JSONDecodeError as error:
+            if text.lstrip()[0] == "[":
+                return f"line {error.lineno} is not JSON"
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            row = json.loads(line.strip() or "{}")
+        except ValueError:
+            return f"line {number} is not JSON"
+        if not isinstance(row, dict) and not whole:
+            return f"line {number} is no JSON object {{column: value}}"
+    return _UNLIKE
 
 
 def _load_hub(source: HubSource) -> datasets.DatasetDict:
@@ -224,14 +208,11 @@ def _load_hub(source: HubSource) -> datasets.DatasetDict:
 
 
 def column_of(splits: datasets.DatasetDict, namings: Sequence[str]) -> str:
-    """The column that goes by one of several names.
+    """Returns the first of several names that is a column of the rows; where none is, the first.
 
     Args:
       splits: the raw rows.
       namings: what the column may be called.
-
-    Returns:
-      The first naming that is a column of the rows; where none is, the first naming.
     """
     there = next(iter(splits.values())).column_names
     return next((naming for naming in namings if naming in there), namings[0])
@@ -282,7 +263,7 @@ def require_texts(splits: datasets.DatasetDict, columns: Sequence[str]) -> None:
                 held = "lists"
             elif not isinstance(feature, (dict, datasets.Value)):
                 held = f"{type(feature).__name__} values"
-            if held not in ("string", "large_string", "string_view"):
+            if held not in TEXT_TYPES:
                 raise ValueError(
                     f"column {column!r} of the {split} rows holds {held}, and a model reads text: "
                     "choose another column, or write one text in each row."
@@ -290,7 +271,7 @@ def require_texts(splits: datasets.DatasetDict, columns: Sequence[str]) -> None:
 
 
 def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.DatasetDict:
-    """The rows that a recipe asks for, drawn by `subset_seed`, never by position.
+    """Draws the rows that a recipe asks for, by `subset_seed`, never by position.
 
     `num_examples_per_class` is drawn first, `max_train_samples` from what it leaves. The rows that
     are left are the n of the accounting.

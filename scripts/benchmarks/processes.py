@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from hf_dpzero.experiments.model_on_meta import SHAPES
+from hf_dpzero.experiments.memory import SHAPES
 from scripts.benchmarks.clock import said
 
 KEY = "5a" * 32  # the same batches in all settings: a figure of speed, not a private run

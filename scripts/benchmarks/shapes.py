@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.experiments import model_on_meta
+from hf_dpzero.experiments import memory
 from hf_dpzero.objectives.losses import base_model
-from hf_dpzero.recipes.checkpoints import settle_quantised_
+from hf_dpzero.recipes.models import settle_quantised_
 
 DECODER = "smollm2-135m"
 SHAPES = {
-    **model_on_meta.SHAPES,
+    **memory.SHAPES,
     DECODER: {
         "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
@@ -24,7 +24,7 @@ SHAPES = {
     },
 }  # fmt: skip
 """Configurations by name: those that `hf-dpzero plan` knows, and a small decoder's."""
-PUBLISHED = tuple(name for name in model_on_meta.SHAPES if not name.startswith("tiny"))
+PUBLISHED = tuple(name for name in memory.SHAPES if not name.startswith("tiny"))
 
 
 def build_config(shape: str) -> Any:

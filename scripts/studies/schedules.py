@@ -19,10 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_dpzero.experiments.aggregate import Cell, Record
-from hf_dpzero.experiments.compare import compare
-from hf_dpzero.experiments.grid import build_grid
-from hf_dpzero.experiments.results import Exit
+from hf_dpzero.experiments.compare import build_grid, compare
+from hf_dpzero.experiments.results import Cell, Exit, Record
 from hf_dpzero.experiments.runner import Attempt
 from scripts.studies import harness
 

@@ -17,8 +17,7 @@ from hf_dpzero.batches.shapes import FixedShapes
 from hf_dpzero.checks import processes
 from hf_dpzero.checks.processes import check_same_rows
 from hf_dpzero.objectives.prompted import Candidates
-from hf_dpzero.recipes.models import precompute_features
-from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
+from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, precompute_features
 
 
 def padded(rows: list[Any]) -> dict[str, Tensor]:

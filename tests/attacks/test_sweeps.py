@@ -12,7 +12,7 @@ import yaml
 
 from hf_dpzero.cli import main
 from hf_dpzero.experiments.results import metrics_of_trial
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
+from hf_dpzero.tasks import description_of
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_same_data_set_of_the_hub_is_not_public_by_another_name(recipe, caps
     del own["train_file"], own["validation_file"]
     named = recipe.parent / "sst2.yaml"
     named.write_text(yaml.safe_dump({**own, "task": "sst2"}))
-    source = BENCHMARKS["sst2"].source
+    source = description_of("sst2").source
     assert source is not None
     words = ("--task", "text_classification", "--dataset_name", source.name)
     for given in ((), words):

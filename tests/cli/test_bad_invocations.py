@@ -22,12 +22,8 @@ FILES: dict[str, str | bytes] = {
     "numbers.jsonl": "1\n2\n",
     "broken.json": '[{"text": "a", "label": 1},\n {"text": ]',
     "mixed.jsonl": '{"text": "a", "label": 1}\n{"words": ["b"]}\n',
-    "lists.jsonl": "\n".join(
-        json.dumps({**row, "text": ["a", str(i)]}) for i, row in enumerate(ROWS)
-    ),
-    "numbered.jsonl": "\n".join(
-        json.dumps({**row, "text": {"a": i}}) for i, row in enumerate(ROWS)
-    ),
+    "lists.jsonl": "\n".join(json.dumps(row | {"text": ["a"]}) for row in ROWS),
+    "numbered.jsonl": "\n".join(json.dumps(row | {"text": {"a": 1}}) for row in ROWS),
     "header.csv": "text,label\n",
     "empty.csv": "",
     "ragged.csv": "text,label\na,1\nb,0,3,4\n",
@@ -62,8 +58,6 @@ FILES: dict[str, str | bytes] = {
     "many.yaml": "model_name_or_path: x\nclip: [1, 2]\n",
     "number.yaml": "model_name_or_path: 3\n",
     "percent.yaml": "model_name_or_path: x\ntarget_epsilon: 2%\n",
-    "grid.yaml": "clip: 3\n",
-    "gridlist.yaml": "- clip\n",
 }
 TRAIN = [
     # what is missing or misspelled
@@ -193,7 +187,14 @@ TRAIN = [
     ("--resume_from_checkpoint nowhere", "nowhere"),
     ("--report_to clearml", "clearml"),
     ("--report_to clearmll", "clearml"),
+    # what training needs
+    ("--trace_back", "unknown option --trace_back; did you mean --traceback?"),
+    ("--gradient_accumulation_steps 2", "microbatch_size"),
+    ("--sampling fixed_size_without_replacement", "replace_one"),
+    ("--fp16 true", "fp16"),
+    ("--resume_from_checkpoint", "no checkpoint"),
 ]
+PLAN = "plan --num_examples 1024 --max_steps 100 --expected_batch_size 64"
 COMMANDS = [
     ("train list.yaml", "key: value"),
     ("train text.yaml", "key: value"),
@@ -220,14 +221,24 @@ COMMANDS = [
     ("train sst2/minlm-dpzero", "sst2/minilm-dpzero"),
     ("evaluate .", "is a folder"),
     ("plan --recipe .", "is a folder"),
-    (
-        "plan --num_examples 0 --expected_batch_size 1 --max_steps 1 --target_epsilon 1",
-        "num_examples",
-    ),
-    (
-        "plan --num_examples 10 --expected_batch_size 1 --max_steps 0 --target_epsilon 1",
-        "max_steps",
-    ),
+    (f"{PLAN} --target_epsilon 1 --num_examples 0", "num_examples"),
+    (f"{PLAN} --target_epsilon 1 --max_steps 0", "max_steps"),
+    (f"{PLAN}", "give exactly one"),
+    (f"{PLAN} --target_epsilon 1 --noise_multiplier 1", "give exactly one"),
+    (f"{PLAN} --target_epsilon 0", "epsilon=0"),
+    (f"{PLAN} --target_epsilon 1 --target_delta 2", "delta"),
+    (f"{PLAN} --target_epsilon 1 --clip 0", "clip=0"),
+    (f"{PLAN} --target_epsilon 1 --expected_batch_size 2000", "larger than num_examples"),
+    (f"{PLAN} --target_epsilon 1 --sampling shuffle", "'shuffle'"),
+    (f"{PLAN} --target_epsilon 1 --sampling truncated_poisson", "needs max_batch_size"),
+    (f"{PLAN} --target_epsilon 1 --sampling fixed_size_without_replacement", "replace_one"),
+    (f"{PLAN} --target_epsilon 1 --neighboring_relation cousins", "'cousins'"),
+    (f"{PLAN} --target_epsilon 1 --accountant magic", "'magic'"),
+    ("plan --num_examples 9 --max_steps 2 --target_epsilon 1", "batch_size is missing"),
+    ("plan --max_steps 5", "num_examples is missing"),
+    ("plan --num_examples 5", "max_steps is missing"),
+    ("plan --recipe r.yaml --colour red", "unknown key 'colour'"),
+    ("plan --recipe none.yaml", "recipe 'none.yaml' not found"),
     ("recipes --task cola", "sst2"),
     ("init --train_file . --target_epsilon 1", "is a folder"),
     ("init --train_file empty.csv --target_epsilon 1", "is empty"),
@@ -243,13 +254,17 @@ COMMANDS = [
     ("init --train_file twice.csv --target_epsilon 1", "more than once"),
     ("init --train_file train.jsonl --target_epsilon 1 --output no/x.yaml", "does not exist"),
     ("sweep r.yaml --tuning public --grid clip", "field=value"),
-    ("sweep r.yaml --tuning public --grid_file grid.yaml", "value, value"),
-    ("sweep r.yaml --tuning public --grid_file gridlist.yaml", "value, value"),
     ("sweep r.yaml --tuning public --grid_file .", "grid file '.'"),
     ("compare r.yaml --methods dpzeroo", "dpzeroo"),
     ("compare r.yaml --methods dpzero --epsilons two", "--epsilons two"),
     ("compare r.yaml --methods dpzero --seeds 1.5", "--seeds 1.5"),
     ("compare . --methods dpzero", "is a folder"),
+    ("compare r.yaml --methods dpzero --jobs 0", "jobs=0"),
+    ("compare r.yaml", "there are no methods"),
+    ("compare r.yaml r.yaml --methods dpzero", "give one recipe"),
+    ("compare r.yaml --merge", "--output_dir is missing"),
+    ("compare r.yaml --merge --seeds 1", "--seeds: --merge runs nothing"),
+    ("compare r.yaml --merge --clip 1", "--clip: --merge runs nothing"),
     ("push nowhere --repo_id a/b --dry_run", "nowhere"),
     ("replay --base r.yaml --trajectory . --output_dir out/x", "."),
     ("replay --base r.yaml --trajectory no.safetensors --output_dir out/x", "no.safetensors"),
@@ -292,3 +307,4 @@ def test_one_line_says_what_is_wrong(words: str, message: str, folder, monkeypat
     assert any(part in errors[0] for part in message.split("|")), errors
     assert not any(line.startswith("Traceback") for line in lines)
     assert len(errors[0]) < 600
+    assert not any(path.is_file() for path in Path("out").rglob("*"))

@@ -53,7 +53,6 @@ def test_no_command_and_unknown_options_are_refused(capsys):
     for words, message in (
         ([], "required"),
         (["dance"], "'dance'"),
-        (["bench", "step"], "python -m scripts.benchmarks"),
         ([*PLAN, "--target_eps", "2"], "--target_eps"),
         (wanted, "unrecognized arguments: --colour red; plan --recipe RECIPE takes every setting"),
     ):
@@ -73,10 +72,15 @@ def test_the_declared_entry_point_is_the_command():
     assert getattr(importlib.import_module(module), function) is main.main
 
 
+def planned(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
+    """What `plan ... --json` prints, which must be valid JSON."""
+    out = run(capsys, *words, "--json")
+    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
 def test_plan_finds_the_noise_of_a_budget(capsys):
     """The PLD accountant needs 4.84 C/B here, under add-or-remove-one."""
-    out = run(capsys, *PLAN, "--target_epsilon", 6, "--target_delta", "1e-5", "--clip", 3, "--json")
-    found = json.loads(out)
+    found = planned(capsys, *PLAN, "--target_epsilon", 6, "--target_delta", "1e-5", "--clip", 3)
     assert found["noise_multiplier"] == pytest.approx(4.84, rel=0.005)
     assert found["noise_std"] == pytest.approx(found["noise_multiplier"] * 3 / 64)
     assert found["noise_std_in_clip_over_batch"] == found["noise_multiplier"]
@@ -87,35 +91,25 @@ def test_plan_finds_the_noise_of_a_budget(capsys):
 
 
 def test_plan_finds_the_epsilon_of_a_noise(capsys):
-    """Also with an accountant that was not asked for, and without noise, in valid JSON."""
-    words = ["--noise_multiplier", 4.84, "--target_delta", "1e-5", "--json"]
-    found = json.loads(run(capsys, *PLAN, *words))
-    assert found["epsilon"] == pytest.approx(6, rel=0.01)
-    assert found["target_epsilon"] is None
-    fixed = [
-        "--sampling",
-        "fixed_size_without_replacement",
-        "--neighboring_relation",
-        "replace_one",
-    ]
-    out = run(capsys, *PLAN, *fixed, "--noise_multiplier", 20, "--json")
-    assert json.loads(out)["accountant"] == "rdp"
-    out = run(capsys, *PLAN, "--noise_multiplier", 0, "--json")
-    found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert found["epsilon"] == "inf"
+    """Also with an accountant that was not asked for, and without noise."""
+    found = planned(capsys, *PLAN, "--noise_multiplier", 4.84, "--target_delta", "1e-5")
+    assert found["epsilon"] == pytest.approx(6, rel=0.01) and found["target_epsilon"] is None
+    fixed = ["--sampling", "fixed_size_without_replacement"]
+    fixed += ["--neighboring_relation", "replace_one"]
+    assert planned(capsys, *PLAN, *fixed, "--noise_multiplier", 20)["accountant"] == "rdp"
+    assert planned(capsys, *PLAN, "--noise_multiplier", 0)["epsilon"] == "inf"
 
 
 def test_plan_of_the_papers_lemma(capsys):
     """Lemma 2.2: std of the mean is 4 C sqrt(2 T log(e + eps/delta)) / (n eps)."""
     n, steps, epsilon, delta = 1000, 100, 2.0, 1e-5
-    out = run(
+    found = planned(
         capsys,
         *("plan", "--num_examples", n, "--max_steps", steps, "--sampling", "full_batch"),
         *("--accountant", "advanced_composition", "--neighboring_relation", "replace_one"),
-        *("--target_epsilon", epsilon, "--target_delta", delta, "--json"),
+        *("--target_epsilon", epsilon, "--target_delta", delta),
     )
     expected = 4 * math.sqrt(2 * steps * math.log(math.e + epsilon / delta)) / (n * epsilon)
-    found = json.loads(out)
     assert found["noise_std"] == pytest.approx(expected, rel=2e-3)
     assert found["expected_batch_size"] == n
     assert "not accounted" in found["epsilon_by_relation"]["add_or_remove_one"]
@@ -124,28 +118,6 @@ def test_plan_of_the_papers_lemma(capsys):
 def test_plan_prints_a_table(capsys):
     out = run(capsys, *PLAN, "--target_epsilon", "6", "--max_steps", "1e2")
     assert "noise_multiplier" in out and "replace_one" in out and "{" not in out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "give exactly one"),
-        ("--target_epsilon 1 --noise_multiplier 1", "give exactly one"),
-        ("--target_epsilon 0", "epsilon=0"),
-        ("--target_epsilon 1 --target_delta 2", "delta"),
-        ("--target_epsilon 1 --clip 0", "clip=0"),
-        ("--target_epsilon 1 --expected_batch_size 2000", "larger than num_examples"),
-        ("--target_epsilon 1 --sampling shuffle", "'shuffle'"),
-        ("--target_epsilon 1 --sampling truncated_poisson", "needs max_batch_size"),
-        ("--target_epsilon 1 --sampling fixed_size_without_replacement", "replace_one"),
-        ("--target_epsilon 1 --neighboring_relation cousins", "'cousins'"),
-        ("--target_epsilon 1 --accountant magic", "'magic'"),
-    ],
-)
-def test_plan_refuses(words, message, capsys):
-    assert message in fail(capsys, *PLAN, *words.split())
-    rest = [word for word in PLAN if word not in ("--expected_batch_size", "64")]
-    assert "batch_size is missing" in fail(capsys, *rest, "--target_epsilon", "1")
 
 
 @pytest.fixture(scope="session")
@@ -260,23 +232,19 @@ def test_an_evaluation_quotes_the_report_of_what_it_evaluates(recipe, trained, n
 
 
 def test_a_trained_base_model_is_not_zero_shot(rows, trained, not_private, tmp_path, capsys):
-    """The recipe's own base may be a folder that was trained, on these very rows."""
+    """The recipe's own base may be a folder that was trained, on these very rows; a ledger tells too."""
     for folder in (trained, not_private):
         recipe = tiny_recipe(tmp_path, folder, rows)
         statement = read(folder / "privacy_report.json")["statement"]
         assert statement in privacy(capsys, recipe)
-        error = fail(capsys, "evaluate", recipe, "--zero_shot")
-        assert "was trained: " + statement in error
-
-
-@pytest.mark.parametrize("ledger", ["trajectory.ledger", "trajectory.safetensors"])
-def test_a_ledger_without_a_report_is_not_zero_shot(rows, trained, ledger, tmp_path, capsys):
-    other = {"trajectory.ledger", "trajectory.safetensors"} - {ledger}
-    folder = copy_of(trained, tmp_path / "base", "privacy_report.json", *other)
-    recipe = tiny_recipe(tmp_path, folder, rows)
-    said = privacy(capsys, recipe)
-    assert said.startswith(f"NOT KNOWN: {folder} was trained") and ledger in said
-    assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
+        assert "was trained: " + statement in fail(capsys, "evaluate", recipe, "--zero_shot")
+    for kept, other in (("ledger", "safetensors"), ("safetensors", "ledger")):
+        left_out = ("privacy_report.json", f"trajectory.{other}")
+        folder = copy_of(trained, tmp_path / kept, *left_out)
+        recipe = tiny_recipe(tmp_path, folder, rows)
+        said = privacy(capsys, recipe)
+        assert said.startswith(f"NOT KNOWN: {folder} was trained") and f"trajectory.{kept}" in said
+        assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
 
 
 def test_a_report_that_cannot_be_read_claims_nothing(rows, trained, tmp_path, capsys):
@@ -360,7 +328,7 @@ def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained,
     """Its repository holds what `push` put there."""
     import huggingface_hub
 
-    from hf_dpzero.cli.evaluate import privacy_statement
+    from hf_dpzero.cli.train import privacy_statement
     from hf_dpzero.reporting.provenance import Origin
 
     asked = []
@@ -376,10 +344,8 @@ def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained,
     words = ["--output_dir", str(tmp_path)]
     for name in ("me/clean", "me/tuned"):
         path = tmp_path / "r.yaml"
-        path.write_text(
-            yaml.safe_dump({"model_name_or_path": name, "model_revision": "v1", "method": "mezo"}),
-            encoding="utf-8",
-        )
+        settings = {"model_name_or_path": name, "model_revision": "v1", "method": "mezo"}
+        path.write_text(yaml.safe_dump(settings), encoding="utf-8")
         said = privacy_statement(load_recipe(path, words), Origin.of(name, "v1"))
         assert (said == NO_ROW) is (name == "me/clean")
         assert (statement in said) is (name == "me/tuned")
@@ -411,19 +377,15 @@ def test_replay_part_of_a_run_differs_from_the_whole(trained, tmp_path, capsys):
     assert "is not what the trajectory gives" in fail(capsys, *base, "--expect", trained)
 
 
-def test_replay_refuses_another_base(trained, recipe, tmp_path, capsys):
-    words = ["--trajectory", trained / "trajectory.safetensors", "--output_dir", tmp_path / "r"]
-    error = fail(capsys, "replay", "--base", recipe, *words, "--init_seed", 7)
-    assert "digest" in error and not (tmp_path / "r").exists()
+def test_replay_refuses_another_base_and_a_damaged_trajectory(trained, recipe, tmp_path, capsys):
+    whole, out = trained / "trajectory.safetensors", ("--output_dir", tmp_path / "r")
+    words = ("--trajectory", whole, *out)
+    assert "digest" in fail(capsys, "replay", "--base", recipe, *words, "--init_seed", 7)
     assert "digest" in fail(capsys, "replay", "--base", trained, *words)  # already trained
-
-
-def test_replay_refuses_a_damaged_or_missing_trajectory(trained, tmp_path, capsys):
     damaged = tmp_path / "trajectory.safetensors"
-    damaged.write_bytes((trained / "trajectory.safetensors").read_bytes()[:-5])
-    for path in (damaged, tmp_path / "none.safetensors"):
-        base = ["replay", "--base", trained / "recipe.yaml", "--trajectory", path]
-        assert str(path) in fail(capsys, *base, "--output_dir", tmp_path / "r")
+    damaged.write_bytes(whole.read_bytes()[:-5])
+    base = ("replay", "--base", trained / "recipe.yaml", "--trajectory")
+    assert str(damaged) in fail(capsys, *base, damaged, *out) and not (tmp_path / "r").exists()
 
 
 def test_push_dry_run_leaves_the_folder(trained, tmp_path, capsys):
@@ -459,27 +421,3 @@ def test_train_resumes(recipe, capsys):
 def test_mezo_says_that_it_is_not_private(not_private, capsys):
     words = ("push", not_private, "--repo_id", "me/x", "--dry_run")
     assert "not private" in fail(capsys, *words).lower()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--max_step 3", "did you mean 'max_steps'"),
-        ("--trace_back", "unknown option --trace_back; did you mean --traceback?"),
-        ("--target_epsilon 0", "target_epsilon=0"),
-        ("--target_delta 1", "target_delta=1"),
-        ("--clip 0", "clip=0"),
-        ("--expected_batch_size 1000", "larger than num_examples"),
-        ("--gradient_accumulation_steps 2", "microbatch_size"),
-        ("--train_file none.jsonl", "none.jsonl not found"),
-        ("--label_column stars", "no column 'stars'"),
-        ("--model_name_or_path no/such-model", "no/such-model"),
-        ("--sampling fixed_size_without_replacement", "replace_one"),
-        ("--fp16 true", "fp16"),
-        ("--trainable ^nothing$", "^nothing$"),
-        ("--resume_from_checkpoint", "no checkpoint"),
-    ],
-)
-def test_train_refuses_before_anything_is_written(words, message, recipe, capsys):
-    assert message in fail(capsys, "train", recipe, *words.split())
-    assert [path for path in (recipe.parent / "out").rglob("*") if path.is_file()] == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_dpzero.cli import compare, main, options
+from hf_dpzero.cli import main, many_runs, options
 from hf_dpzero.experiments.sweep import parse_grid
 from hf_dpzero.recipes.recipe import coerce_fields, parse_overrides, recipe_parser
 from hf_dpzero.tasks.description import read_task
@@ -41,10 +41,10 @@ def test_lists_of_compare(name, kind, items, monkeypatch):
     first, second = map(str, items)
     for words in ([f"{first},{second}"], [first, second], [f"[{first}, {second}]"]):
         seen: list[options.Compare] = []
-        monkeypatch.setattr(compare, "run", seen.append)
+        monkeypatch.setattr(many_runs, "run_compare", seen.append)
         assert main.main(["compare", "r.yaml", f"--{name}", *words, "--clip", "3"]) == 0
         assert seen[0].recipes == ["r.yaml"] and seen[0].overrides == ["--clip", "3"]
-        assert compare._listed(name, vars(seen[0])[name], kind) == items
+        assert many_runs.items_of(name, vars(seen[0])[name], kind) == items
 
 
 def test_lists_of_a_sweep(tmp_path):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tiny_runs import config
 from torch import nn
 from transformers import AutoConfig
 
+from hf_dpzero.batches.placement import Placement, pass_cost
 from hf_dpzero.cli import main
-from hf_dpzero.experiments import memory, model_on_meta, plan
-from hf_dpzero.experiments.model_on_meta import SHAPES, MetaModel
+from hf_dpzero.experiments import memory, plan
+from hf_dpzero.experiments.memory import SHAPES, MetaModel
 from hf_dpzero.experiments.plan import gib
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
@@ -54,7 +56,7 @@ def recipe_of(tmp_path: Path) -> Any:
 
 def meta_of(recipe: Recipe, labels: int = 2) -> MetaModel:
     """The recipe's, as `overview` makes it where the data is not here."""
-    config, _ = model_on_meta.find_config(recipe.model)
+    config, _ = memory.find_config(recipe.model)
     head = recipe.data.prompt or "sequence_classification"
     return MetaModel(recipe.model, config, head, labels, recipe.training.trainable)
 
@@ -183,17 +185,14 @@ def test_a_step_takes_weights_a_pass_and_what_the_method_keeps(recipe_of):
     assert (copied := memory.peaks_in(meta, recipe, "bfloat16").training) is not None
     assert copied - half.inference == 2 * d
 
-    model = meta.build("float32")
-    found = memory.measured_pass(meta, recipe.data, model, 4)
-    args = SimpleNamespace(
-        method="dp-adamw", per_example_gradients="dense", not_private=False, clipping="fixed",
-        bf16=False,
-    )  # fmt: skip
-    dense, how = memory.first_order_bytes(model, args, 4, found)[::-1]
-    assert (how, dense) == ("dense", full.weights + 2 * 4 * d + 8 * d + 5 * 4 * d + found.total)
-    args.per_example_gradients, args.method = "ghost", "dp-sgd"
-    ghost = memory.first_order_bytes(model, args, 4, found)
-    assert ghost == ("ghost", full.weights + 4 * d + 2 * 4 * d + found.total)
+    for method, how, gradients in (
+        ("dp-adamw", "dense", 2 * 4 * d + 8 * d + 5 * 4 * d),  # moments, sum, one of each example
+        ("dp-sgd", "ghost", 4 * d + 2 * 4 * d),
+    ):
+        first = recipe_of(TINY, method=method, per_example_gradients=how, num_directions=None)
+        kept = memory.measured_pass(meta, recipe.data, meta.build("float32"), 4).total
+        found = memory.peaks_in(meta_of(first), first, "float32")
+        assert (found.how, found.training) == (how, full.weights + gradients + kept)
 
 
 def test_ghost_clipping_is_not_for_half_precision(recipe_of):
@@ -205,11 +204,10 @@ def test_ghost_clipping_is_not_for_half_precision(recipe_of):
 
 
 def test_a_device_fits_with_a_tenth_to_spare():
-    sizes = {"weights": 1, "inference": 2, "evaluation": 90}
-    run = memory.Peaks(precision="float32", **sizes, training=70, how="whole_model")
-    assert run.peak == 90 and run.fits(100) and not run.fits(99)
-    longer = dataclasses.replace(run, training=91)
-    assert longer.peak == 91 and not longer.fits(100)
+    sizes = {"weights": 1, "inference": 2, "evaluation": 90, "how": "whole_model"}
+    for training, peak in ((70, 90), (91, 91)):
+        run = memory.Peaks(precision="float32", **sizes, training=training)
+        assert run.peak == peak and run.fits(100) == (peak == 90) and not run.fits(99)
 
 
 def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of):
@@ -233,26 +231,27 @@ def test_a_quantised_base_packs_the_frozen_linear_layers(recipe_of):
 def test_evaluation_by_generation_keeps_keys_and_values(recipe_of):
     """4 layers and a copy of one, 3 examples of 16 tokens, 2 h numbers of 4 bytes.
 
-    Grouped heads keep fewer: two of size 8 for a key and two for a value.
+    Grouped heads keep fewer: one of size 8 for a key and one for a value, in 32 layers.
     """
     recipe = recipe_of(TINY_OPT, **CAUSAL, per_device_eval_batch_size=3, microbatch_size=3)
     run = memory.peaks_in(meta_of(recipe, labels=0), recipe, "float32")
     assert run.evaluation - run.inference == 5 * 3 * 16 * 2 * 16 * 4
-    llama = AutoConfig.for_model(
-        "llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=8
-    )
-    assert memory.cache_width(llama) == 2 * 2 * 8
+    llama = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    meta = MetaModel(recipe.model, AutoConfig.for_model("llama", **llama), "causal_lm", 0, None)
+    assert meta.cache_bytes(16, torch.float32) == (32 + 1) * 16 * 2 * 8 * 4
 
 
 def test_rows_that_are_here_are_counted():
     rows = plan.count_rows(DataArguments(task="quickstart", max_train_samples=100))
     assert (rows.train, rows.labels) == (100, 2) and "which are here" in rows.source
-    other = "num_examples=99, but the recipe's data is here and has 8192"
-    with pytest.raises(ValueError, match=other):
+    with pytest.raises(
+        ValueError, match="num_examples=99, but the recipe's data is here and has 8192"
+    ):
         plan.count_rows(DataArguments(task="quickstart"), given=99)
-    data = DataArguments(task="sst2", train_file="none.jsonl", validation_file="none.jsonl")
-    with pytest.raises(FileNotFoundError, match=r"none\.jsonl not found"):
-        plan.count_rows(data)
+    with pytest.raises(FileNotFoundError, match=r"none\.csv not found"):
+        plan.count_rows(
+            DataArguments(train_file="none.csv", validation_file="none.csv", task="sst2")
+        )
 
 
 @pytest.mark.parametrize(
@@ -277,18 +276,18 @@ def test_offline_is_only_inside(monkeypatch):
     import huggingface_hub.constants as hub
 
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
-    with model_on_meta.offline():
+    with plan.offline():
         assert hub.is_offline_mode()
     assert not hub.is_offline_mode()
 
 
 def test_a_published_checkpoint_needs_no_file():
     arguments = ModelArguments(model_name_or_path="facebook/opt-13b")
-    config, source = model_on_meta.find_config(arguments)
+    config, source = memory.find_config(arguments)
     assert (config.hidden_size, config.num_hidden_layers) == (5120, 40)
     assert "built in" in source
     with pytest.raises(OSError, match=r"`hf download someone/model config\.json`"):
-        model_on_meta.find_config(ModelArguments(model_name_or_path="someone/model"))
+        memory.find_config(ModelArguments(model_name_or_path="someone/model"))
 
 
 def planned(capsys: Any, recipe: Path, *words: str) -> Any:
@@ -313,6 +312,14 @@ def test_a_recipe_is_planned(written, capsys):
     fits = facts["memory"]["by_precision"]["float32"]["fits"]
     assert fits["8 GiB"] and fits["24 GiB"] and fits["CPU"] and "time" not in facts
     assert not (written.parent / "trainer_output").exists()
+    found = facts["memory"]
+    said = f"{found['passes']:.0f} forward passes for each sign of a direction, of "
+    said += (
+        f"{found['rows_of_a_pass']:.0f} rows on average, {100 * found['blank_share']:.0f} % of them"
+    )
+    assert said in found["notes"][-1]
+    alone = planned(capsys, written, "--microbatch_size=1")["memory"]["notes"]
+    assert not any("forward passes" in note for note in alone)
 
 
 def test_directions_are_those_that_training_would_choose(written, capsys):
@@ -370,13 +377,43 @@ def test_tables_for_people(written, capsys):
     assert gib(None) == "-"
 
 
-def test_unknown_and_missing_options_are_refused_with_and_without_a_recipe(written, capsys):
-    for words, message in (
-        (["--recipe", str(written), "--colour", "red"], "unknown key 'colour'"),
-        (["--max_steps", "5"], "num_examples is missing"),
-        (["--num_examples", "5"], "max_steps is missing"),
-        (["--recipe", "none.yaml"], "recipe 'none.yaml' not found"),
-    ):
-        assert main.main(["plan", *words]) == 2 and message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main.main(["plan", "--num_examples", "5", "--max_steps", "1", "--no_calibration"])
+# ---- blank slots of forward passes, against batches that are drawn
+
+
+def found(tmp_path: Any, n: int = 20_000, longest: int | None = 30, **settings: Any) -> Any:
+    args = config(tmp_path, **settings)
+    return plan.blank_slots(args.plan(n), args, longest, 10**6, low_precision=False)
+
+
+def drawn(args: Any, longest: int | None) -> tuple[float, float]:
+    """Passes, and the share of blanks, of 4,000 Poisson batches whose rows spread evenly over widths."""
+    widths = [8, 16, 24, 30] if longest == 30 else [0]
+    cost = pass_cost("cpu", 10**6, low_precision=False)
+    expected, sizes = args.expected_batch_size, (1, 4, 10)
+    placement = Placement(expected, sizes, dict.fromkeys(widths, 1 / len(widths)), cost)
+    taken = np.random.default_rng(0).poisson(expected / len(widths), size=(4000, len(widths)))
+    slots = passes = 0
+    for row in taken.tolist():
+        for width, count in zip(widths, row, strict=True):
+            begun = len(placement.filled(width, count))
+            slots += sum(placement.rows_of(width, number) for number in range(begun))
+            passes += begun
+    return passes / 4000, float(1 - taken.sum() / slots)
+
+
+@pytest.mark.parametrize("batch", [12, 64])
+@pytest.mark.parametrize("longest", [30, None])
+def test_shares_are_those_of_drawn_batches(tmp_path, batch: int, longest: int | None):
+    settings = {"expected_batch_size": batch, "microbatch_size": 10}
+    told = found(tmp_path, longest=longest, **settings)
+    passes, share = drawn(config(tmp_path, **settings), longest)
+    assert 0.02 < share < 0.6 and told["blank_share"] == pytest.approx(share, abs=0.01)
+    assert 1 < passes < batch and told["passes"] == pytest.approx(passes, rel=0.02)
+    assert told["rows_of_a_pass"] == pytest.approx(batch / passes / (1 - share), rel=0.03)
+
+
+def test_nothing_is_said_of_other_runs(tmp_path):
+    assert found(tmp_path, method="mezo") == {}
+    assert found(tmp_path, method="dp-sgd")["passes"] > 1
+    alone = found(tmp_path, microbatch_size=1)
+    assert alone["blank_share"] == pytest.approx(0.0, abs=1e-6)

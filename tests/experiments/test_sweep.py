@@ -8,6 +8,7 @@ import math
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,12 @@ from hf_dpzero.experiments.runner import Attempt
 from hf_dpzero.experiments.sweep import (
     Prepared,
     SweepSettings,
-    _draw_points,
-    _open_workspace,
+    _refuse_different_events,
+    draw_points,
+    open_workspace,
     parse_grid,
     trial_count_from,
 )
-from hf_dpzero.experiments.sweep_budget import _refuse_different_events
 from hf_dpzero.experiments.sweep_outputs import _best_row
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
@@ -40,8 +41,9 @@ from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.privacy.trial_count import TrialCount
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.reporting.privacy_report import PrivacyReport, round_up
+from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.reporting.wording import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
@@ -67,9 +69,10 @@ def test_grids_are_coerced_by_the_recipe(tmp_path):
     assert [type(value) for value in found["num_directions"]] == [int, int]
     with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
         parse_grid([], "none.yaml")
-    file.write_text("clip: 3\n")
-    with pytest.raises(ValueError, match="a grid file is lines of"):
-        parse_grid([], str(file))
+    for text in ("clip: 3\n", "- clip\n"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="a grid file is lines of"):
+            parse_grid([], str(file))
 
 
 @pytest.mark.parametrize(
@@ -88,11 +91,9 @@ def test_bad_grids_are_refused(words, message):
         parse_grid(words)
 
 
-def test_trial_count_froms_have_names():
+def test_counts_of_trials_have_names():
     assert trial_count_from("poisson", 3).shape == math.inf
     assert trial_count_from("0.5", 3).name == "truncated negative binomial (shape 0.5)"
-    with pytest.raises(ValueError, match="'binomial' is not one of geometric, poisson"):
-        trial_count_from("binomial", 3)
 
 
 def test_grid_files_load_and_say_how_to_run_them():
@@ -252,49 +253,30 @@ def start_by(monkeypatch: pytest.MonkeyPatch, start: Any) -> None:
     monkeypatch.setattr("hf_dpzero.experiments.sweep.train_in_process", lambda jobs, lock: start)
 
 
-@dataclasses.dataclass
-class InProcess:
+def in_process(attempt: Attempt) -> Any:
     """A trial that trains in this process when it is asked how it ended."""
+    return SimpleNamespace(poll=lambda: Exit(main.main(attempt.words), 1.0), stop=lambda: None)
 
-    attempt: Attempt
 
-    def poll(self) -> Exit:
-        return Exit(main.main(self.attempt.words), 1.0)
+def copied(attempt: Attempt, run: Path, status: int = 0) -> Any:
+    """A trial that ends with `status`, leaving a copy of a run that was trained before."""
 
-    def stop(self) -> None:
-        pass
+    def poll() -> Exit:
+        if status:
+            Path(f"{attempt.log}.err").write_text("error: it broke\n")
+        else:
+            shutil.copytree(run, attempt.folder)
+        return Exit(status, 1.0)
+
+    return SimpleNamespace(poll=poll, stop=lambda: None)
 
 
 @pytest.fixture
 def quick_trials(monkeypatch: pytest.MonkeyPatch) -> list[Attempt]:
     """Trials train in this process; returns those that were started, in order."""
     trained: list[Attempt] = []
-
-    def start(attempt: Attempt) -> InProcess:
-        trained.append(attempt)
-        return InProcess(attempt)
-
-    start_by(monkeypatch, start)
+    start_by(monkeypatch, lambda attempt: trained.append(attempt) or in_process(attempt))
     return trained
-
-
-@dataclasses.dataclass
-class Copied:
-    """A trial that ends with `status`, leaving a copy of a run that was trained before."""
-
-    attempt: Attempt
-    run: Path
-    status: int = 0
-
-    def poll(self) -> Exit:
-        if self.status:
-            Path(f"{self.attempt.log}.err").write_text("error: it broke\n")
-        else:
-            shutil.copytree(self.run, self.attempt.folder)
-        return Exit(self.status, 1.0)
-
-    def stop(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -305,48 +287,41 @@ def trained(recipe: Path) -> Path:
     return out
 
 
+COMPOSED = ("--tuning", "composed")
+NOT_ACCOUNTED = ("--tuning", "not_accounted", "--grid", "clip=1,4")
+
+
 def sweep(recipe: Path, folder: Path, *words: Any) -> int:
     return main.main(["sweep", str(recipe), "--output_dir", str(folder), *map(str, words)])
-
-
-def refusal(capsys: pytest.CaptureFixture[str], recipe: Path, folder: Path, *words: Any) -> str:
-    assert sweep(recipe, folder, *words) == 2 and not folder.exists()
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
-COMPOSED = ("--tuning", "composed")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--tuning", "free", "--grid", "clip=1,2"), "tuning='free' is not one of composed"),
-        ((*COMPOSED, "--grid", "max_steps=3,4"), "Allowed: learning_rate, clip, smoothing"),
-        ((*COMPOSED, "--grid", "expected_batch_size=4,8"), "changes the privacy event"),
-        ((*COMPOSED, "--grid", "target_epsilon=1,2"), "the sweep sets the noise"),
-        ((*COMPOSED, "--grid", "subset_seed=1,2"), "one fixed set of training rows"),
-        ((*COMPOSED, "--grid", "output_dir=a,b"), "is no hyper-parameter"),
+        ("free --grid clip=1,2", "tuning='free' is not one of composed"),
+        ("composed --grid max_steps=3,4", "Allowed: learning_rate, clip, smoothing"),
+        ("composed --grid expected_batch_size=4,8", "changes the privacy event"),
+        ("composed --grid target_epsilon=1,2", "the sweep sets the noise"),
+        ("composed --grid subset_seed=1,2", "one fixed set of training rows"),
+        ("composed --grid output_dir=a,b", "is no hyper-parameter"),
+        ("public --grid sampler_key=a,b", "sampler_key may not be in a public grid"),
+        ("composed --grid clip=1,2 --clip 3", "both swept and overridden"),
+        ("composed --grid clip=1,2 --selection some", "selection='some'"),
+        ("composed --grid clip=1,2 --mean_trials 0", "mean_trials=0.0"),
+        ("composed --grid clip=1,2 --trial_count binomial", "is not one of geometric, poisson"),
+        ("composed --grid clip=1,2 --insecure_noise_seed 1", "NOT PRIVATE"),
+        ("composed --grid clip=1,-2", "clip=-2.0"),
         (
-            ("--tuning", "public", "--grid", "sampler_key=a,b"),
-            "sampler_key may not be in a public grid",
-        ),
-        ((*COMPOSED, "--grid", "clip=1,2", "--clip", "3"), "both swept and overridden"),
-        ((*COMPOSED, "--grid", "clip=1,2", "--selection", "some"), "selection='some'"),
-        ((*COMPOSED, "--grid", "clip=1,2", "--mean_trials", "0"), "mean_trials=0.0"),
-        ((*COMPOSED, "--grid", "clip=1,2", "--insecure_noise_seed", "1"), "NOT PRIVATE"),
-        ((*COMPOSED, "--grid", "clip=1,-2"), "clip=-2.0"),
-        (
-            (*COMPOSED, "--grid", "clip=1,2", "--neighboring_relation", "replace_one"),
+            "composed --grid clip=1,2 --neighboring_relation replace_one",
             "does not support poisson sampling under neighboring_relation='replace_one'",
         ),
-        (
-            (*COMPOSED, "--grid", "clip=1,2", "--method", "mezo", "--target_epsilon", "null"),
-            "nothing to account",
-        ),
+        ("composed --grid clip=1,2 --method mezo --target_epsilon null", "nothing to account"),
     ],
 )
 def test_what_may_not_be_swept(words, message, recipe, tmp_path, capsys):
-    assert message in refusal(capsys, recipe, tmp_path / "D", *words)
+    assert sweep(recipe, tmp_path / "D", "--tuning", *words.split()) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not (tmp_path / "D").exists()
 
 
 def test_events_are_compared_whatever_the_field_is_called():
@@ -381,7 +356,7 @@ PREPARED = Prepared(extra={}, num_examples=96, metric="eval_accuracy", tuning="n
 
 @pytest.mark.false_alarm(3e-8)  # four shares, 5.8 deviations at 1,000 points
 def test_points_are_drawn_uniformly_and_their_number_varies(recipe, tmp_path):
-    drawn = [_draw_points(settings_of(recipe, tmp_path)) for _ in range(300)]
+    drawn = [draw_points(settings_of(recipe, tmp_path)) for _ in range(300)]
     assert len({len(points) for points in drawn}) > 5
     counts = Counter(tuple(point.values()) for points in drawn for point in points)
     total = sum(counts.values())
@@ -392,24 +367,24 @@ def test_points_are_drawn_uniformly_and_their_number_varies(recipe, tmp_path):
 def test_a_continued_sweep_keeps_its_draw(recipe, tmp_path):
     """A folder of another sweep, or of other files, is refused."""
     settings = settings_of(recipe, tmp_path / "D", trials=TrialCount(mean=50.0))
-    first = [run.digest for run in _open_workspace(settings, PREPARED).runs]
+    first = [run.digest for run in open_workspace(settings, PREPARED).runs]
     assert len(set(first)) == len(first)  # equal points are trials of their own
-    assert [run.digest for run in _open_workspace(settings, PREPARED).runs] == first
+    assert [run.digest for run in open_workspace(settings, PREPARED).runs] == first
     assert (tmp_path / "D" / "_private").stat().st_mode & 0o777 == 0o700
     other = dataclasses.replace(settings, grid={"clip": [1.0, 5.0]})
     with pytest.raises(ValueError, match="holds a sweep with other settings"):
-        _open_workspace(other, PREPARED)
+        open_workspace(other, PREPARED)
     assert [path.name for path in (tmp_path / "D").iterdir()] == ["_private"]
     every = dataclasses.replace(settings, selection="all")  # an interrupted one left D/_private
     for wrong in (every, settings_of(recipe, tmp_path)):
         with pytest.raises(ValueError, match="holds other files"):
-            _open_workspace(wrong, PREPARED)
+            open_workspace(wrong, PREPARED)
 
 
 def test_an_unfinished_run_is_set_aside_in_private(recipe, tmp_path):
     """With a checkpoint it continues; once it has left its last file, only its row is missing."""
     settings = settings_of(recipe, tmp_path / "D", tuning="not_accounted")
-    workspace = _open_workspace(settings, PREPARED)
+    workspace = open_workspace(settings, PREPARED)
     run = workspace.runs[0]
     folder = workspace.attempt(run).folder
     assert folder == tmp_path / "D/trials/000"
@@ -467,7 +442,6 @@ def test_a_private_selection_end_to_end(recipe, tmp_path, quick_trials, monkeypa
 
     files = public_files(folder)
     assert set(files) >= {"sweep.json", "sweep.md", "best/privacy_report.json", "best/README.md"}
-    assert "sweep.png" not in files
     for name, text in files.items():
         assert b"/_private" not in text, name
         assert b"trials/0" not in text, name
@@ -480,13 +454,13 @@ def test_a_private_selection_end_to_end(recipe, tmp_path, quick_trials, monkeypa
     state.write_text(json.dumps(values))
     run = folder / "_private/trials" / best["folder"]
 
-    def lose(attempt: Attempt) -> Copied:
+    def lose(attempt: Attempt) -> Any:
         quick_trials.append(attempt)
         loser = tmp_path / f"loser{len(quick_trials)}"
         shutil.copytree(run, loser)
         results = json.loads((loser / "all_results.json").read_text())
         (loser / "all_results.json").write_text(json.dumps({**results, "eval_accuracy": -1.0}))
-        return Copied(attempt, loser)
+        return copied(attempt, loser)
 
     start_by(monkeypatch, lose)
     for _ in range(2):  # the second time nothing runs again
@@ -504,7 +478,7 @@ def test_no_trial_releases_nothing(recipe, tmp_path, quick_trials, monkeypatch):
 
 def test_a_failed_secret_trial_stops_the_sweep(recipe, tmp_path, trained, monkeypatch):
     monkeypatch.setattr(TrialCount, "draw", lambda self: 2)
-    start_by(monkeypatch, lambda attempt: Copied(attempt, trained, status=1))
+    start_by(monkeypatch, lambda attempt: copied(attempt, trained, status=1))
     assert sweep(recipe, tmp_path / "D", *COMPOSED, "--grid", "clip=1,4") == 2
     assert public_files(tmp_path / "D") == {}
     assert not (tmp_path / "D/_private/trials.jsonl").exists()
@@ -524,15 +498,14 @@ def test_all_runs_may_be_released(recipe, tmp_path, quick_trials, capsys):
         assert report.epsilon == pytest.approx(content["epsilon"])
         assert report.tuning["composition"]["runs"] == 2
         build_hub_folder(run, tmp_path / f"hub{trial}")
-    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sweep_not_accounted_says_so_everywhere(recipe, tmp_path, trained, monkeypatch, capsys):
     """A failed trial is a row of the table; its error is quoted, for it is a refusal of settings."""
     folder = tmp_path / "D"
 
-    def start(attempt: Attempt) -> Copied:
-        return Copied(attempt, trained, status=2 if attempt.run.name == "001" else 0)
+    def start(attempt: Attempt) -> Any:
+        return copied(attempt, trained, status=2 if attempt.run.name == "001" else 0)
 
     start_by(monkeypatch, start)
     words = ["--tuning", "not_accounted", "--grid", "clip=1,4,8", "--metric", "eval_loss"]
@@ -554,9 +527,8 @@ def test_a_sweep_not_accounted_says_so_everywhere(recipe, tmp_path, trained, mon
 def test_a_metric_that_the_results_lack_leaves_no_row(
     recipe, tmp_path, trained, monkeypatch, capsys
 ):
-    start_by(monkeypatch, lambda attempt: Copied(attempt, trained))
-    words = ["--tuning", "not_accounted", "--grid", "clip=1,4"]
-    assert sweep(recipe, tmp_path / "D", *words, "--metric", "eval_f1") == 2
+    start_by(monkeypatch, lambda attempt: copied(attempt, trained))
+    assert sweep(recipe, tmp_path / "D", *NOT_ACCOUNTED, "--metric", "eval_f1") == 2
     assert "metric='eval_f1' is not among the results" in capsys.readouterr().err
     assert not (tmp_path / "D/trials.jsonl").exists()
 
@@ -566,19 +538,16 @@ def test_a_public_sweep_writes_a_recipe_for_the_private_data(
 ):
     """Data overrides name the public stand-in and stay out of best.yaml; other overrides stay in."""
     folder = tmp_path / "D"
-    start_by(monkeypatch, lambda attempt: Copied(attempt, trained))
+    start_by(monkeypatch, lambda attempt: copied(attempt, trained))
+    stand_in = ["--task", "text_classification"]
     for name in ("train_file", "validation_file"):
         rows = [{"text": f"{name} {i}", "label": i % 2} for i in range(24)]
-        (tmp_path / name).with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
-    files = [
-        w for n in ("train_file", "validation_file") for w in (f"--{n}", tmp_path / f"{n}.jsonl")
-    ]
-    stand_in = ["--task", "text_classification", *files]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        stand_in += [f"--{name}", tmp_path / f"{name}.jsonl"]
     words = ["--tuning", "public", "--grid", "clip=1,4", *stand_in, "--smoothing", 0.01]
     assert sweep(recipe, folder, *words) == 0
-    assert read_recipe(folder / "trials/000.yaml")["train_file"] == str(
-        tmp_path / "train_file.jsonl"
-    )
+    swept = read_recipe(folder / "trials/000.yaml")["train_file"]
+    assert swept == str(tmp_path / "train_file.jsonl")
     best = read_recipe(folder / "best.yaml")
     assert "train_file" not in best and best["task"] == "quickstart" and best["smoothing"] == 0.01
     assert best["target_epsilon"] == 4.0
@@ -592,16 +561,15 @@ def test_an_interrupted_sweep_continues(recipe, tmp_path, trained, monkeypatch):
     """Ctrl-C in the second trial; repeated, the first is not run again."""
     started: list[str] = []
 
-    def start(attempt: Attempt) -> Copied:
+    def start(attempt: Attempt) -> Any:
         started.append(attempt.run.name)
         if len(started) == 2:
             raise KeyboardInterrupt
-        return Copied(attempt, trained)
+        return copied(attempt, trained)
 
-    words = ["--tuning", "not_accounted", "--grid", "clip=1,4"]
     start_by(monkeypatch, start)
-    assert sweep(recipe, tmp_path / "D", *words) == 130
+    assert sweep(recipe, tmp_path / "D", *NOT_ACCOUNTED) == 130
     assert not (tmp_path / "D/sweep.json").exists()
-    assert sweep(recipe, tmp_path / "D", *words) == 0 and started == ["000", "001", "001"]
+    assert sweep(recipe, tmp_path / "D", *NOT_ACCOUNTED) == 0 and started == ["000", "001", "001"]
     content = json.loads((tmp_path / "D/sweep.json").read_text())
     assert [one["status"] for one in content["trials"]] == ["done", "done"]

@@ -21,7 +21,7 @@ from tiny_language_models import roberta_tokenizer
 from transformers import AutoConfig, AutoTokenizer, BertConfig, PreTrainedModel
 
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.checkpoints import check_folder, dtype_settings, fetched, load_tokenizer
+from hf_dpzero.recipes.models import check_folder, dtype_settings, fetched, load_tokenizer
 
 Factory = Callable[..., PreTrainedModel]
 
@@ -57,19 +57,19 @@ def test_a_wrong_path_is_no_hub_id(path):
 
 
 def test_a_file_or_a_folder_without_a_model(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json.*save_pretrained"):
-        config_of(str(tmp_path))
+    def refused(path: Path, kind: type[OSError], message: str) -> str:
+        with pytest.raises(kind, match=message) as error:
+            config_of(str(path))
+        return str(error.value)
+
+    refused(tmp_path, FileNotFoundError, r"has no config\.json.*save_pretrained")
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
-    with pytest.raises(FileNotFoundError, match="is a file; give the folder"):
-        config_of(str(file))
+    refused(file, FileNotFoundError, "is a file; give the folder")
     (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(FileNotFoundError, match="holds an adapter and no model"):
-        config_of(str(tmp_path))
+    refused(tmp_path, FileNotFoundError, "holds an adapter and no model")
     (tmp_path / "config.json").write_text("{", encoding="utf-8")  # damaged is not missing
-    with pytest.raises(OSError, match="valid JSON") as error:
-        config_of(str(tmp_path))
-    assert "hf download" not in str(error.value)
+    assert "hf download" not in refused(tmp_path, OSError, "valid JSON")
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from row_files import row_files
 
 from hf_dpzero.recipes.build import with_kept_column
 from hf_dpzero.recipes.recipe import load_recipe
@@ -16,18 +17,15 @@ SHARES = {"north": 0.25, "south": 0.75}
 
 
 def files(folder: Path, validation_has: bool = True) -> dict[str, str]:
-    paths = {}
+    splits: list[list[dict[str, Any]]] = []
     for split, count in (("train", 40), ("validation", 16)):
         rows: list[dict[str, Any]] = []
         for i in range(count):
-            row = {"text": f"{split} text {i}", "label": ("bad", "good")[i % 2], "unused": i}
+            rows.append({"text": f"{split} text {i}", "label": ("bad", "good")[i % 2], "unused": i})
             if split == "train" or validation_has:
-                row["place"] = "north" if i % 4 == 0 else "south"
-            rows.append(row)
-        path = folder / f"{split}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        paths[f"{split}_file"] = str(path)
-    return paths
+                rows[-1]["place"] = "north" if i % 4 == 0 else "south"
+        splits.append(rows)
+    return row_files(folder, *splits)
 
 
 def recipe(folder: Path, **settings):

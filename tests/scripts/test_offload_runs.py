@@ -18,8 +18,7 @@ from tiny_language_models import save_causal_lm
 
 from hf_dpzero.cli import main
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.recipe import load_recipe
-from hf_dpzero.recipes.unused import unused_settings
+from hf_dpzero.recipes.recipe import load_recipe, unused_settings
 from scripts.benchmarks.offload import measured
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,12 +11,12 @@ import pytest
 from sklearn.metrics import f1_score
 
 from hf_dpzero.tasks.metrics import (
-    _drop_normalized,
-    _squad_normalized,
     answer_f1,
     answer_scores,
     classification_scores,
+    drop_normalized,
     evaluate_metric,
+    squad_normalized,
 )
 
 
@@ -104,7 +104,7 @@ def test_what_is_not_a_class_is_refused(predictions, references, message):
     ],
 )
 def test_squad_normalisation(text, expected):
-    assert _squad_normalized(text) == expected
+    assert squad_normalized(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_squad_means_over_rows_are_fractions():
     ],
 )
 def test_drop_normalisation(span, expected):
-    assert _drop_normalized(span) == expected
+    assert drop_normalized(span) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,65 +3,39 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
+from row_files import row_files
 from tiny_language_models import LABEL_WORDS, opt_tokenizer, roberta_tokenizer
 from tokenizer_families import CAUSAL, Slow, bert, llama
 from transformers import EvalPrediction
 
-from hf_dpzero.tasks import build_task, prompted
+from hf_dpzero.tasks import BENCHMARKS, build_task, description_of, prompted
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
-from hf_dpzero.tasks.collators import AnswerCollator, CandidateCollator, LabelWordCollator
-from hf_dpzero.tasks.prompt_encoding import mask_word_ids
-from hf_dpzero.tasks.prompted_classification import PromptedClassification
+from hf_dpzero.tasks.prompted import CandidateCollator, LabelWordCollator, PromptedClassification
 from hf_dpzero.tasks.prompted_generation import (
+    AnswerCollator,
     PromptedGeneration,
-    _decoded,
-    _gold_answers,
-    _stop_tokens,
+    decoded_answer,
+    gold_answers,
+    stop_tokens,
 )
+from hf_dpzero.tasks.templates import mask_word_ids
 
 KINDS = ("masked_lm", "causal_lm")
 
 roberta, opt = functools.cache(roberta_tokenizer), functools.cache(opt_tokenizer)
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows from files are kept in a folder of this test, so that none is found by accident."""
-    cache = str(tmp_path_factory.mktemp("cache"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-
-
-def write(path: Path, rows: list[dict[str, Any]], end: str = "") -> str:
-    """A file that is left alone if it says so already: `datasets` goes by its time of change."""
-    text = "\n".join(json.dumps(row) for row in rows) + end
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-def arguments(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataArguments:
-    """The same rows for training and, in reverse order, for evaluation."""
-    defaults: dict[str, Any] = {
-        "train_file": write(folder / "train.jsonl", rows),
-        "validation_file": write(folder / "validation.jsonl", rows[::-1], end="\n"),
-    }
-    return DataArguments(**{**defaults, **settings})
-
-
 def task_of(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Any:
-    return build_task(arguments(folder, rows, **settings))
+    """The same rows for training and, in reverse order, for evaluation."""
+    return build_task(DataArguments(**{**row_files(folder, rows), **settings}))
 
 
 def tokenizer_for(kind: str) -> Any:
@@ -130,7 +104,7 @@ WORDS = {
 
 
 def test_every_benchmark_has_its_prompts_written_down():
-    offered = {(name, kind) for name, task in BENCHMARKS.items() for kind in task.prompts}
+    offered = {(name, kind) for name in BENCHMARKS for kind in description_of(name).prompts}
     assert offered == set(PROMPTS)
     assert set(BENCHMARKS) == set(ROWS)
 
@@ -146,12 +120,10 @@ def test_a_benchmark_row_as_a_prompt(name, kind, tmp_path):
 def test_numbers_are_text_too(tmp_path):
     """A field may hold 0, which is not the same as nothing."""
     rows = [{"text": 0, "label": 0}, {"text": 12, "label": 1}]
-    settings: dict[str, Any] = {"template": "{text} It was {mask}.", "label_words": ["bad", "good"]}
+    settings = {"template": "{text} It was {mask}.", "label_words": ["bad", "good"]}
     task = task_of(tmp_path, rows, prompt="masked_lm", **settings)
-    assert [task.example(row) for row in task.splits["train"]] == [
-        "0 It was bad.",
-        "12 It was good.",
-    ]
+    found = [task.example(row) for row in task.splits["train"]]
+    assert found == ["0 It was bad.", "12 It was good."]
 
 
 def test_lists_are_no_text(tmp_path):
@@ -200,19 +172,6 @@ def test_words_without_an_alternative():
         mask_word_ids(bert(), ("日本", "bad"))
 
 
-def test_two_words_of_one_token_are_refused(tmp_path):
-    for kind, words, tokenizer in (
-        ("masked_lm", ["Great", "great"], bert()),
-        ("causal_lm", ["great", "great"], opt()),
-    ):
-        task = sentiment(tmp_path, kind, label_words=words)
-        message = f"'{words[0]}' and 'great' are the same token.*choose other"
-        with pytest.raises(ValueError, match=message):
-            task.words(tokenizer)
-        with pytest.raises(ValueError, match=message):
-            task.objective(tokenizer)
-
-
 def sentiment(folder: Path, kind: str, **settings: Any) -> PromptedClassification:
     """SST-2 with rows of several lengths."""
     rows = [{"sentence": f"a {'very ' * size}good film", "label": size % 2} for size in range(4)]
@@ -232,9 +191,18 @@ def sentiment(folder: Path, kind: str, **settings: Any) -> PromptedClassificatio
     ],
 )
 def test_refused_label_words(words, message, tmp_path):
-    for kind in KINDS:
-        with pytest.raises(ValueError, match=message):
-            sentiment(tmp_path, kind, label_words=words)
+    with pytest.raises(ValueError, match=message):
+        sentiment(tmp_path, "causal_lm", label_words=words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "tokenizer"), [("masked_lm", "Great", bert), ("causal_lm", "great", opt)]
+)
+def test_two_words_of_one_token_are_refused(kind, word, tokenizer, tmp_path):
+    task = sentiment(tmp_path, kind, label_words=[word, "great"])
+    for use in (task.words, task.objective):
+        with pytest.raises(ValueError, match=f"'{word}' and 'great' are the same token.*choose ot"):
+            use(tokenizer())
 
 
 def test_single_words_need_one_pass_and_others_one_each(tmp_path):
@@ -281,79 +249,67 @@ def test_every_family_says_the_same_words(family, tmp_path):
             assert tuple(together[-len(words[label]) :]) == words[label]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_label_word_batches(side):
-    rows = [
-        {"input_ids": [5, 6, 7], "positions": 1, "labels": 1, "other": "x"},
-        {"input_ids": list(range(10, 19)), "positions": 8, "labels": 0},
-    ]
-    found = LabelWordCollator(9, side)(rows)
-    short = [5, 6, 7], [1, 1, 1]
-    fill = [9] * 13, [0] * 13
-    first = [s + f if side == "right" else f + s for s, f in zip(short, fill, strict=True)]
-    second = [*range(10, 19)], [1] * 9
-    gap = [9] * 7, [0] * 7
-    longer = [s + f if side == "right" else f + s for s, f in zip(second, gap, strict=True)]
-    assert found["input_ids"].tolist() == [first[0], longer[0]]
-    assert found["attention_mask"].tolist() == [first[1], longer[1]]
-    assert found["positions"].tolist() == [1, 8]
-    assert found["labels"].tolist() == [1, 0]
-    assert set(found) == {"input_ids", "attention_mask", "positions", "labels"}
-    assert {tensor.dtype for tensor in found.values()} == {torch.int64}
+def check_batch(found: Any, side: str, one_each: dict[str, Any], padded: dict[str, Any]) -> None:
+    """Columns with a number a row, and rows of tokens: name -> (what fills them, rows to 8 or 16)."""
 
+    def full(row: list[int], fill: int) -> list[int]:
+        gap = [fill] * (-len(row) % 16 if max(map(len, tokens)) > 8 else -len(row) % 8)
+        return row + gap if side == "right" else gap + row
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_candidate_batches(side):
-    found = CandidateCollator(0, side, answers=((7,), (8, 9)))(
-        [{"input_ids": [1, 2], "labels": 1}, {"input_ids": [3, 4, 5, 6, 1, 2, 3], "labels": 0}]
-    )
-    plain = [[[1, 2, 7], [1, 2, 8, 9]], [[3, 4, 5, 6, 1, 2, 3, 7], [3, 4, 5, 6, 1, 2, 3, 8, 9]]]
-
-    def fill(row: list[int]) -> list[int]:
-        return row + [0] * (16 - len(row)) if side == "right" else [0] * (16 - len(row)) + row
-
-    assert found["input_ids"].tolist() == [[fill(row) for row in rows] for rows in plain]
-    expected = [[fill([1] * len(row)) for row in rows] for rows in plain]
-    assert found["attention_mask"].tolist() == expected
-    assert found["answer_lengths"].tolist() == [[1, 2], [1, 2]]
-    assert found["labels"].tolist() == [1, 0]
-    assert set(found) == {"input_ids", "attention_mask", "answer_lengths", "labels"}
+    for name, (fill, tokens) in padded.items():
+        flat = found[name].flatten(0, -2).tolist()
+        assert flat == [full(row, fill) for row in tokens], name
+    assert {name: found[name].tolist() for name in one_each} == one_each
+    assert set(found) == {*one_each, *padded}
     assert {tensor.dtype for tensor in found.values()} == {torch.int64}
     assert all(tensor.is_contiguous() for tensor in found.values())
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
+def test_label_word_batches(side):
+    long = list(range(10, 19))
+    rows = [
+        {"input_ids": [5, 6, 7], "positions": 1, "labels": 1, "other": "x"},
+        {"input_ids": long, "positions": 8, "labels": 0},
+    ]
+    padded = {"input_ids": (9, [[5, 6, 7], long]), "attention_mask": (0, [[1] * 3, [1] * 9])}
+    one_each = {"positions": [1, 8], "labels": [1, 0]}
+    check_batch(LabelWordCollator(9, side)(rows), side, one_each, padded)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_candidate_batches(side):
+    first, second = [1, 2], [3, 4, 5, 6, 1, 2, 3]
+    rows = [{"input_ids": first, "labels": 1}, {"input_ids": second, "labels": 0}]
+    found = CandidateCollator(0, side, answers=((7,), (8, 9)))(rows)
+    plain = [[*first, 7], [*first, 8, 9], [*second, 7], [*second, 8, 9]]
+    padded = {"input_ids": (0, plain), "attention_mask": (0, [[1] * len(row) for row in plain])}
+    check_batch(found, side, {"answer_lengths": [[1, 2], [1, 2]], "labels": [1, 0]}, padded)
+    assert found["input_ids"].shape == (2, 2, 16)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
 def test_answer_batches(side):
-    found = AnswerCollator(0, side)(
-        [
-            {"input_ids": [1, 2, 3, 4], "prompt_length": 3, "references": 7},
-            {"input_ids": [5, 6, 7, 8, 9, 1, 2, 3], "prompt_length": 2, "references": 0},
-        ]
-    )
-    gap, ignored = [0] * 4, [-100] * 4
-    short = {"input_ids": [1, 2, 3, 4], "attention_mask": [1] * 4, "labels": [-100, -100, -100, 4]}
-    long = {
-        "input_ids": [5, 6, 7, 8, 9, 1, 2, 3],
-        "attention_mask": [1] * 8,
-        "labels": [-100, -100, 7, 8, 9, 1, 2, 3],
+    first, second = [1, 2, 3, 4], [5, 6, 7, 8, 9, 1, 2, 3]
+    rows = [
+        {"input_ids": first, "prompt_length": 3, "references": 7},
+        {"input_ids": second, "prompt_length": 2, "references": 0},
+    ]
+    padded = {
+        "input_ids": (0, [first, second]),
+        "attention_mask": (0, [[1] * 4, [1] * 8]),
+        "labels": (-100, [[-100, -100, -100, 4], [-100, -100, *second[2:]]]),
     }
-    for name, row in short.items():
-        fill = ignored if name == "labels" else gap
-        padded = row + fill if side == "right" else fill + row
-        assert found[name].tolist() == [padded, long[name]]
-    assert found["references"].tolist() == [7, 0]
-    assert set(found) == {*short, "references"}
-    assert {tensor.dtype for tensor in found.values()} == {torch.int64}
+    check_batch(AnswerCollator(0, side)(rows), side, {"references": [7, 0]}, padded)
 
 
 def test_padding_takes_the_tokenizers_token_and_side(tmp_path):
     tokenizer = opt_tokenizer()
     tokenizer.padding_side = "left"
-    collator = sentiment(tmp_path, "causal_lm").collator(tokenizer)
-    assert (collator.pad_token_id, collator.side) == (1, "left")  # type: ignore[attr-defined]
-    bare = llama()
-    assert bare.pad_token_id is None
-    assert sentiment(tmp_path, "causal_lm").collator(bare).pad_token_id == 2  # type: ignore[attr-defined]
+    task = sentiment(tmp_path, "causal_lm")
+    assert (task.collator(tokenizer).pad_token_id, task.collator(tokenizer).side) == (1, "left")
+    assert llama().pad_token_id is None
+    assert task.collator(llama()).pad_token_id == 2
 
 
 def boolq(folder: Path, kind: str, rows: int = 6, **settings: Any) -> Any:
@@ -427,11 +383,8 @@ def test_demonstrations_are_training_rows_drawn_by_the_seed(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_demonstrations_stand_in_front_of_every_prompt(kind, tmp_path):
-    task, between = (
-        sentiment(tmp_path, kind, num_demonstrations=2),
-        " " * (kind == KINDS[0]) or "\n\n",
-    )
-    tokenizer = tokenizer_for(kind)
+    task, tokenizer = sentiment(tmp_path, kind, num_demonstrations=2), tokenizer_for(kind)
+    between = " " if kind == "masked_lm" else "\n\n"
     shown = task.encoder(tokenizer).demonstrations
     with pytest.raises(ValueError, match="no clip bounds them"):
         task.tokenize(tokenizer)
@@ -460,20 +413,17 @@ def test_demonstrations_that_are_left_out_are_not_counted(tmp_path, caplog):
 
 
 def questions(folder: Path, count: int = 5, **settings: Any) -> PromptedGeneration:
-    rows = [
-        {
-            "context": f"It rained in {1900 + index}.",
-            "question": "When?",
-            "answers": {
-                "text": [str(1900 + index), f"in {1900 + index}"],
-                "answer_start": [13, 10],
-            },
-        }
-        for index in range(count)
-    ]
-    defaults = {"task": "squad", "prompt": "causal_lm"}
-    found: PromptedGeneration = task_of(folder, rows, **{**defaults, **settings})
-    return found
+    """Question i asks for the year 1900 + i, or "in" that year."""
+    rows = []
+    for year in map(str, range(1900, 1900 + count)):
+        answers = {"text": [year, f"in {year}"], "answer_start": [13, 10]}
+        rows.append({"context": f"It rained in {year}.", "question": "When?", "answers": answers})
+    return task_of(folder, rows, **{"task": "squad", "prompt": "causal_lm", **settings})
+
+
+def one_question(folder: Path, context: str, answers: Any, **settings: Any) -> Any:
+    rows = [{"context": context, "question": "When?", "answers": answers}]
+    return task_of(folder, rows, **{"task": "squad", "prompt": "causal_lm", **settings})
 
 
 @pytest.mark.parametrize(
@@ -497,7 +447,7 @@ def questions(folder: Path, count: int = 5, **settings: Any) -> PromptedGenerati
     ],
 )
 def test_gold_answers(value, expected):
-    assert _gold_answers(value) == expected
+    assert gold_answers(value) == expected
 
 
 def test_prompt_and_answer_of_a_question(tmp_path):
@@ -514,17 +464,15 @@ def test_prompt_and_answer_of_a_question(tmp_path):
 
 
 def test_new_lines_in_an_answer_do_not_end_it(tmp_path):
-    rows = [{"context": "a", "question": "b", "answers": ["one\ntwo \n", "x"]}]
-    task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
-    row = task.tokenize(opt())["train"][0]
+    row = one_question(tmp_path, "a", ["one\ntwo \n", "x"]).tokenize(opt())["train"][0]
     assert opt().decode(row["input_ids"][row["prompt_length"] :]) == " one two\n"
 
 
 def test_references_where_both_splits_hold_the_same_rows(tmp_path):
     """Rows and prompts are the same, so only their place says which of the kept results is whose."""
-    questions(tmp_path)
-    same = tmp_path / "same.jsonl"
-    same.write_text((tmp_path / "train.jsonl").read_text(encoding="utf-8") + "\n")
+    path = Path(questions(tmp_path).data.train_file)
+    same = path.with_name("same.jsonl")
+    same.write_text(path.read_text(encoding="utf-8") + "\n")
     rows = questions(tmp_path, validation_file=str(same)).tokenize(opt())
     assert rows["train"]["input_ids"][:] == rows["validation"]["input_ids"][:]
     assert rows["train"]["references"][:] == [0, 1, 2, 3, 4]
@@ -541,16 +489,13 @@ def predictions(texts: list[str]) -> np.ndarray:
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_answers_are_scored_against_their_own_row(split, tmp_path):
     """Also of rows that were shuffled or selected after they were tokenised."""
-    task = questions(tmp_path)
-    rows, years = (
-        task.tokenize(opt())[split],
-        [int(c[13:17]) for c in task.splits[split]["context"]],
-    )
-    assert sorted(years) == [1900, 1901, 1902, 1903, 1904]
-    order = [4, 1, 3]
-    chosen = task.collator(opt())(list(rows.select(order)))["references"].numpy()
-    said = predictions([f"in {years[order[0]]}", f"{years[order[1]]}", "1850"])
-    scores = task.metrics(opt())(EvalPrediction(said, chosen))
+    task, order = questions(tmp_path), [4, 1, 3]
+    rows = task.tokenize(opt())[split].select(order)
+    years = [task.splits[split]["context"][i][13:17] for i in order]
+    assert len({*years} & {"1900", "1901", "1902", "1903", "1904"}) == 3
+    references = task.collator(opt())(list(rows))["references"].numpy()
+    said = predictions([f"in {years[0]}", years[1], "1850"])
+    scores = task.metrics(opt())(EvalPrediction(said, references))
     assert scores == {"exact_match": pytest.approx(2 / 3), "f1": pytest.approx(2 / 3)}
 
 
@@ -593,15 +538,15 @@ def test_answers_are_decoded_up_to_the_new_line(family):
     tokenizer = CAUSAL[family]()
     ids = tokenizer("x in May, 1900 \nand more", add_special_tokens=False)["input_ids"]
     own = [*ids, tokenizer.eos_token_id, -100, -100]
-    assert _decoded(tokenizer, own) == "x in May, 1900"
-    assert _decoded(tokenizer, [-100, -100]) == ""
-    assert _decoded(tokenizer, []) == ""
+    assert decoded_answer(tokenizer, own) == "x in May, 1900"
+    assert decoded_answer(tokenizer, [-100, -100]) == ""
+    assert decoded_answer(tokenizer, []) == ""
 
 
 @pytest.mark.parametrize("family", CAUSAL)
 def test_what_ends_an_answer(family):
     tokenizer = CAUSAL[family]()
-    stops = _stop_tokens(tokenizer)
+    stops = stop_tokens(tokenizer)
     assert stops[0] == tokenizer.eos_token_id
     assert len(stops) == 2
     written = tokenizer("in May\n", add_special_tokens=False)["input_ids"]
@@ -613,27 +558,22 @@ def test_what_ends_an_answer(family):
 
 
 def test_room_is_kept_for_the_answer(tmp_path, caplog):
-    rows = [{"context": "It rained. " * 30, "question": "When?", "answers": ["in May"]}]
-    task = task_of(
-        tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=20
-    )
-    row = task.tokenize(opt())["train"][0]
-    assert 60 - 20 - 2 <= row["prompt_length"] <= 60 - 20
-    prompt = opt().decode(row["input_ids"][: row["prompt_length"]])
-    assert prompt.endswith("\nQuestion: When?\nAnswer:")
+    def tokens(length: int, room: int) -> tuple[list[int], int]:
+        sizes = {"max_seq_length": length, "max_new_tokens": room}
+        row = one_question(tmp_path, "It rained. " * 30, ["in May"], **sizes).tokenize(opt())
+        return row["train"][0]["input_ids"], row["train"][0]["prompt_length"]
+
+    ids, length = tokens(60, 20)
+    assert 60 - 20 - 2 <= length <= 60 - 20
+    assert opt().decode(ids[:length]).endswith("\nQuestion: When?\nAnswer:")
     assert "end of their context" in caplog.text
-    task = task_of(
-        tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=60, max_new_tokens=1
-    )
-    row = task.tokenize(opt())["train"][0]
-    assert 58 <= len(row["input_ids"]) <= 60  # its own answer has more than one token
+    assert 58 <= len(tokens(60, 1)[0]) <= 60  # its own answer has more than one token
     with pytest.raises(ValueError, match="lower max_new_tokens"):
-        task_of(tmp_path, rows, task="squad", prompt="causal_lm", max_seq_length=40).tokenize(opt())
+        tokens(40, 50)
 
 
 def test_rows_without_an_answer_are_refused(tmp_path):
-    rows = [{"context": "a", "question": "b", "answers": answers} for answers in (["c"], [])]
-    task = task_of(tmp_path, rows, task="squad", prompt="causal_lm")
+    task = one_question(tmp_path, "a", [" "])
     with pytest.raises(ValueError, match="column 'answers' has rows without an answer; drop them"):
         task.tokenize(opt())
 
@@ -658,76 +598,41 @@ def test_refusals_of_generation(settings, message, tmp_path):
         questions(tmp_path, **settings)
 
 
-@pytest.fixture
-def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """() -> how many rows were encoded since the last call."""
-    counts = [0]
-    for kind in (PromptedClassification, PromptedGeneration):
-        original = kind._encode
-
-        def counting(self: Any, rows: Any, *rest: Any, original: Any = original) -> Any:
-            counts.append(len(rows))
-            return original(self, rows, *rest)
-
-        monkeypatch.setattr(kind, "_encode", counting)
-
-    def since() -> int:
-        found = sum(counts)
-        counts.clear()
-        return found
-
-    return since
+def fingerprint(task: Any, tokenizer: Any) -> str:
+    """The name that `datasets` keeps encoded rows under; rows with a known name are not made again."""
+    return task.tokenize(tokenizer, only="validation")["validation"]._fingerprint
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_encoded_once(kind, tmp_path, encoded_rows):
+def test_rows_are_encoded_once(kind, tmp_path, monkeypatch):
     first = sentiment(tmp_path, kind).tokenize(tokenizer_for(kind))
-    assert encoded_rows() == 8
     other = roberta_tokenizer() if kind == "masked_lm" else opt_tokenizer()
     other(["padded", "and cut"], padding=True, truncation=True, max_length=4)  # leaves a trace
+    monkeypatch.setattr(PromptedClassification, "_encode", lambda *_: pytest.fail("made again"))
     again = sentiment(tmp_path, kind).tokenize(other)
-    assert encoded_rows() == 0
     for split in first:
         assert again[split][:] == first[split][:]
+        assert again[split]._fingerprint == first[split]._fingerprint
 
 
-OTHER_SETTINGS: dict[str, dict[str, Any]] = {
-    "template": {"template": "{sentence} That was {answer}"},
-    "label words": {"label_words": ["bad", "very good indeed"]},
-    "length": {"max_seq_length": 127},
-    "demonstrations": {"num_demonstrations": 1},
-    "fewer rows": {"max_train_samples": 3, "max_eval_samples": 3},
-}
-
-
-@pytest.mark.parametrize("change", OTHER_SETTINGS)
-def test_other_settings_are_encoded_anew(change, tmp_path, encoded_rows):
-    first = sentiment(tmp_path, "causal_lm").tokenize(opt(), only="validation")["validation"]
-    encoded_rows()
-    changed = sentiment(tmp_path, "causal_lm", **OTHER_SETTINGS[change])
-    rows = changed.tokenize(opt(), only="validation")["validation"]
-    assert encoded_rows() == (3 if change == "fewer rows" else 4)
-    if change in ("template", "demonstrations"):
-        assert rows["input_ids"][:] != first["input_ids"][:]
-    if change == "template":
-        assert opt().decode(rows["input_ids"][0]).endswith("That was")
-
-
-def test_other_tokenizers_and_versions_encode_anew(tmp_path, encoded_rows, monkeypatch):
-    task, more = sentiment(tmp_path, "causal_lm"), opt_tokenizer()
+def test_other_settings_are_encoded_anew(tmp_path, monkeypatch):
+    more = opt_tokenizer()
     more.add_tokens(["good film"])
-    for tokenizer in (opt(), opt_tokenizer([*LABEL_WORDS, "film"]), more):
-        rows = task.tokenize(tokenizer)["train"]
-        assert encoded_rows() == 8
-        assert rows["input_ids"][0] == tokenizer("a good film It was")["input_ids"]
-    questions(tmp_path).tokenize(opt())
-    assert encoded_rows() == 10
-    questions(tmp_path, max_new_tokens=49).tokenize(opt())
-    assert encoded_rows() == 10
-    task = sentiment(tmp_path, "causal_lm")
+    changes: list[dict[str, Any]] = [
+        {},
+        {"template": "{sentence} That was {answer}"},
+        {"label_words": ["bad", "very good indeed"]},
+        {"max_seq_length": 127},
+        {"num_demonstrations": 1},
+        {"max_train_samples": 3, "max_eval_samples": 3},
+    ]
+    found = [fingerprint(sentiment(tmp_path, "causal_lm", **change), opt()) for change in changes]
+    plain = sentiment(tmp_path, "causal_lm")
+    found += [fingerprint(plain, other) for other in (opt_tokenizer([*LABEL_WORDS, "film"]), more)]
+    found += [fingerprint(questions(tmp_path, max_new_tokens=n), opt()) for n in (49, 50)]
     monkeypatch.setattr(prompted, "__version__", "another")
-    task.tokenize(opt())
-    assert encoded_rows() == 8
+    found.append(fingerprint(plain, opt()))
+    assert len(set(found)) == len(found) == 11
 
 
 ANSWERS_TASK = """
@@ -755,14 +660,6 @@ def test_other_columns_of_the_same_rows_are_encoded_anew(tmp_path):
                 assert found == f"{text}{note}\nYear: {year}\n"
 
 
-def test_the_quickstart_with_a_prompt():
-    task: Any = build_task(DataArguments(task="quickstart", prompt="masked_lm"))
-    row = task.splits["train"][0]
-    word = ("No", "Yes")[row["label"]]
-    assert task.example(row) == f"{row['text']} Is this urgent? {word}"
-    assert task.label_names == ("routine", "urgent")
-
-
 def test_a_users_own_rows_with_the_recipes_template(tmp_path):
     rows = [{"body": "no light", "to": "us", "kind": k} for k in ("outage", "billing")]
     settings: dict[str, Any] = {
@@ -777,18 +674,15 @@ def test_a_users_own_rows_with_the_recipes_template(tmp_path):
     assert task.label_names == ("billing", "outage")
     texts = [task.example(row) for row in task.splits["train"]]
     assert texts == ["To us: no light. It was bad.", "To us: no light. It was Number."]
-    with pytest.raises(ValueError, match="a field {text}; there are {body}, {to}"):
-        task_of(tmp_path, rows, **{**settings, "template": "{text} {mask}"})
-    with pytest.raises(ValueError, match=r"no template for prompt=masked_lm \(it has: none\)"):
-        task_of(tmp_path, rows, **{**settings, "template": None})
-    with pytest.raises(ValueError, match="0 words .* for the 2 labels billing, outage"):
-        task_of(tmp_path, rows, **{**settings, "label_words": None})
-    with pytest.raises(ValueError, match="'answer'.*stands for the place"):
-        renamed = [{"answer": row["body"], "label": row["kind"]} for row in rows]
-        task_of(
-            tmp_path, renamed, prompt="causal_lm", text_column="answer", template="{answer}",
-            label_words=["bad", "good"],
-        )  # fmt: skip
+    rows = [{**row, "answer": row["body"]} for row in rows]
+    for change, message in (
+        ({"template": "{text} {mask}"}, "a field {text}; there are {body}, {to}"),
+        ({"template": None}, r"no template for prompt=masked_lm \(it has: none\)"),
+        ({"label_words": None}, "0 words .* for the 2 labels billing, outage"),
+        ({"text_column": "answer"}, "'answer'.*stands for the place"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            task_of(tmp_path, rows, **{**settings, **change})
 
 
 def test_a_second_text_that_no_prompt_shows_is_refused(tmp_path):

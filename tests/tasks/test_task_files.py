@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from row_files import row_files
 from tiny_language_models import opt_tokenizer
 
 from hf_dpzero import tasks
-from hf_dpzero.tasks import TASKS, build_task, register_task
+from hf_dpzero.tasks import BENCHMARKS, TASKS, build_task, description_of, register_task
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.benchmarks import BENCHMARKS
-from hf_dpzero.tasks.description import Prompt, TaskDescription, _described_by, read_task
-from hf_dpzero.tasks.rows import HubSource
+from hf_dpzero.tasks.description import (
+    HubSource,
+    Prompt,
+    TaskDescription,
+    described,
+    read_task,
+)
 from hf_dpzero.tasks.templates import checked_template
 
 TICKETS: dict[str, Any] = {
@@ -113,9 +116,9 @@ def test_what_is_left_out_has_its_usual_value(tmp_path):
 def test_null_is_the_same_as_left_out():
     short: dict[str, Any] = {"fields": {"text": None}, "labels": ["a", "b"]}
     nulls = dict.fromkeys([key for key in TICKETS if key not in short])
-    assert _described_by({**short, **nulls, "answers": None}) == _described_by(short)
+    assert described({**short, **nulls, "answers": None}, "t") == described(short, "t")
     with pytest.raises(ValueError, match="the prompt masked_lm has no template"):
-        _described_by({**short, "prompts": {"masked_lm": {"template": None}}})
+        described({**short, "prompts": {"masked_lm": {"template": None}}}, "t")
 
 
 def test_words_and_blocks_of_yaml(tmp_path):
@@ -128,6 +131,12 @@ def test_words_and_blocks_of_yaml(tmp_path):
     path.write_text(f"fields: [a]\nanswers: b\nprompts:\n  causal_lm:\n    {block}", "utf-8")
     prompt = read_task(str(path)).prompts["causal_lm"]
     assert prompt.template == "Question: {a}\nAnswer: {answer}"
+
+
+def masked(**settings: Any) -> dict[str, Any]:
+    """TICKETS with another masked prompt."""
+    prompt = changed(TICKETS["prompts"]["masked_lm"], **settings)
+    return changed(TICKETS, prompts={"masked_lm": prompt})
 
 
 REFUSED: list[tuple[Any, str]] = [
@@ -170,6 +179,22 @@ REFUSED: list[tuple[Any, str]] = [
     (changed(QUESTIONS, fields=["answer"], prompts={}), "a field 'answer', which in a template"),
     (changed(QUESTIONS, prompts={"masked_lm": {"template": "{mask}"}}), "there are causal_lm."),
     (["a", "list"], "a task is lines of `key: value`, this is ['a', 'list']"),
+    # prompts, before they are used
+    (masked(template="{sender} {mask}"), "a field {sender}; there are {subject}, {body}"),
+    (masked(template="{body:loud} {mask}"), "a filter 'loud'"),
+    (masked(template="{body}"), "needs exactly one {mask}"),
+    (masked(template="{body} {subject} {mask}"), "on a line with the optional {subject}"),
+    (masked(passage="sender"), "passage='sender' in its prompt masked_lm, which is none of"),
+    (masked(passage=3), "passage: 3 is not text"),
+    (masked(label_words=["bad"]), "1 label_words in its prompt masked_lm and 2 labels"),
+    (masked(label_words=[1, 2]), "label_words: [1, 2] is not text or a list of texts"),
+    (
+        changed(
+            QUESTIONS,
+            prompts={"causal_lm": {"template": "{question} {answer}", "label_words": ["a"]}},
+        ),
+        "1 label_words in its prompt causal_lm and 0 labels",
+    ),
 ]
 
 
@@ -179,37 +204,6 @@ def test_a_file_is_refused(values, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         read_task(path)
     assert str(error.value).startswith(f"{path}: ")
-
-
-def masked(**settings: Any) -> dict[str, Any]:
-    """TICKETS with another masked prompt."""
-    prompt = changed(TICKETS["prompts"]["masked_lm"], **settings)
-    return changed(TICKETS, prompts={"masked_lm": prompt})
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (masked(template="{sender} {mask}"), "a field {sender}; there are {subject}, {body}"),
-        (masked(template="{body:loud} {mask}"), "a filter 'loud'"),
-        (masked(template="{body}"), "needs exactly one {mask}"),
-        (masked(template="{body} {subject} {mask}"), "on a line with the optional {subject}"),
-        (masked(passage="sender"), "passage='sender' in its prompt masked_lm, which is none of"),
-        (masked(passage=3), "passage: 3 is not text"),
-        (masked(label_words=["bad"]), "1 label_words in its prompt masked_lm and 2 labels"),
-        (masked(label_words=[1, 2]), "label_words: [1, 2] is not text or a list of texts"),
-        (
-            changed(
-                QUESTIONS,
-                prompts={"causal_lm": {"template": "{question} {answer}", "label_words": ["a"]}},
-            ),
-            "1 label_words in its prompt causal_lm and 0 labels",
-        ),
-    ],
-)
-def test_a_prompt_of_a_file_is_refused_before_it_is_used(values, message, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_task(file(tmp_path, values))
 
 
 def test_what_is_no_yaml_names_the_file(tmp_path):
@@ -226,19 +220,11 @@ def test_what_is_no_yaml_names_the_file(tmp_path):
 
 
 def test_a_name_that_is_no_task_says_how_to_write_one():
-    register_task(_described_by(TICKETS))
+    register_task(described(TICKETS, "task"))
     with pytest.raises(FileNotFoundError, match=r"task 'none.yml' not found, neither beside"):
         build_task(DataArguments(task="none.yml"))
     with pytest.raises(ValueError, match=r"'sst3' is not one of .*trec, tickets.*a \.yaml file"):
         build_task(DataArguments(task="sst3"))
-
-
-def rows(folder: Path, listed: list[dict[str, Any]]) -> dict[str, str]:
-    path, other = folder / "rows.jsonl", folder / "others.jsonl"
-    text = "\n".join(json.dumps(row) for row in listed)
-    path.write_text(text, encoding="utf-8")
-    other.write_text(text + "\n", encoding="utf-8")
-    return {"train_file": str(path), "validation_file": str(other)}
 
 
 MESSAGES = [
@@ -249,51 +235,33 @@ MESSAGES = [
 
 
 def test_a_classification_from_a_file(tmp_path):
-    data = DataArguments(
-        task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, MESSAGES)
-    )
-    task: Any = build_task(data)
+    given = {"task": file(tmp_path, TICKETS), **row_files(tmp_path, MESSAGES)}
+    task: Any = build_task(DataArguments(**given, prompt="masked_lm"))
     assert (task.name, task.label_names, task.metric) == (
         "tickets", ("billing", "outage"), "macro_f1",
     )  # fmt: skip
     assert task.columns == {"subject": "title", "body": "text"}
     texts = [task.example(row) for row in task.splits["train"]]
     assert texts[:2] == ["Bill\ntwice This is about bad.", "Light\nnone This is about good."]
-
-
-def test_a_file_with_a_classification_head(tmp_path):
-    task: Any = build_task(DataArguments(task=file(tmp_path, TICKETS), **rows(tmp_path, MESSAGES)))
-    assert task.head == "sequence_classification"
-    assert task.text_columns == ("title", "text")
-    assert task.label_names == ("billing", "outage")
+    head: Any = build_task(DataArguments(**given))
+    assert (head.head, head.text_columns) == ("sequence_classification", ("title", "text"))
+    assert head.label_names == ("billing", "outage")
 
 
 def test_the_recipe_overrides_the_files_prompt(tmp_path):
-    data = DataArguments(
-        task=file(tmp_path, TICKETS),
-        prompt="causal_lm",
-        label_words=["money", "light"],
-        template="{subject:upper_first}: {body}\nAbout:\n{answer}",
-        **rows(tmp_path, MESSAGES),
-    )
+    given = {"task": file(tmp_path, TICKETS), **row_files(tmp_path, MESSAGES)}
+    own = {"label_words": ["money", "light"], "template": "{subject:upper_first}: {body}\n{answer}"}
+    task: Any = build_task(DataArguments(**given, prompt="causal_lm", **own))
+    assert task.example(task.splits["train"][0]) == "Bill: twice\nmoney"
     with pytest.raises(ValueError, match="on a line with the optional"):
-        build_task(
-            DataArguments(
-                task=data.task, prompt="masked_lm", template="{subject} {mask}",
-                **rows(tmp_path, MESSAGES),
-            )
-        )  # fmt: skip
-    task: Any = build_task(data)
-    assert task.example(task.splits["train"][0]) == "Bill: twice\nAbout:\nmoney"
+        build_task(DataArguments(**given, prompt="masked_lm", template="{subject} {mask}"))
 
 
 def test_questions_from_a_file(tmp_path):
-    data = DataArguments(
-        task=file(tmp_path, QUESTIONS),
-        prompt="causal_lm",
-        **rows(tmp_path, [{"question": "When?", "answers": "1900"}]),
+    given = row_files(tmp_path, [{"question": "When?", "answers": "1900"}])
+    task: Any = build_task(
+        DataArguments(task=file(tmp_path, QUESTIONS), prompt="causal_lm", **given)
     )
-    task: Any = build_task(data)
     row = task.tokenize(opt_tokenizer())["train"][0]
     text = opt_tokenizer().decode(row["input_ids"], skip_special_tokens=True)
     assert text == "When?\n1900\n"
@@ -302,7 +270,9 @@ def test_questions_from_a_file(tmp_path):
 @pytest.mark.parametrize("missing", [{}, {"title": None}, {"title": " "}])
 def test_an_optional_column_may_be_missing_or_empty(missing, tmp_path):
     listed = [{"text": "twice", "kind": kind, **missing} for kind in ("billing", "outage")]
-    data = DataArguments(task=file(tmp_path, TICKETS), prompt="masked_lm", **rows(tmp_path, listed))
+    data = DataArguments(
+        task=file(tmp_path, TICKETS), prompt="masked_lm", **row_files(tmp_path, listed)
+    )
     task: Any = build_task(data)
     assert task.example(task.splits["train"][0]) == "twice This is about bad."
 
@@ -316,12 +286,12 @@ def test_a_hub_data_set_that_cannot_be_reached(tmp_path):
 
 
 def test_a_registered_task(tmp_path):
-    register_task(_described_by(QUESTIONS, "dates"))
-    data = rows(tmp_path, [{"question": "When?", "answer": "1900"}])
+    register_task(described(QUESTIONS, "dates"))
+    data = row_files(tmp_path, [{"question": "When?", "answer": "1900"}])
     task: Any = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
     assert task.name == "dates"
     assert task.answers == "answer"
-    register_task(_described_by(changed(QUESTIONS, answers="question"), "dates"))
+    register_task(described(changed(QUESTIONS, answers="question"), "dates"))
     task = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
     assert task.answers == "question"
 
@@ -329,23 +299,14 @@ def test_a_registered_task(tmp_path):
 def test_the_packages_own_names_are_taken():
     for name in TASKS:
         with pytest.raises(ValueError, match=f"task '{name}' comes with this package"):
-            register_task(_described_by(QUESTIONS, name))
+            register_task(described(QUESTIONS, name))
 
 
-def prompts() -> Iterator[tuple[str, str, Prompt]]:
-    for name, task in BENCHMARKS.items():
-        for kind, prompt in task.prompts.items():
-            yield name, kind, prompt
-
-
-def test_the_benchmarks_prompts_fit_their_tasks():
-    seen = 0
-    for name, kind, prompt in prompts():
-        task = BENCHMARKS[name]
+def test_the_shipped_prompts_fit_their_tasks():
+    found = {name: description_of(name) for name in (*BENCHMARKS, "quickstart")}
+    prompts = [(task, kind, p) for task in found.values() for kind, p in task.prompts.items()]
+    assert len(prompts) == 16 + 2 and [task.name for task in found.values()] == [*found]
+    for task, kind, prompt in prompts:
         template = checked_template(prompt.template, kind, tuple(task.fields), task.optional_fields)
-        assert set(template.used_fields) == set(task.fields), f"{name} {kind} leaves out a field"
-        assert prompt.passage in (None, *task.fields)
-        assert prompt.source
-        assert len(prompt.label_words) == len(task.label_names)
-        seen += 1
-    assert seen == 16
+        assert set(template.used_fields) == set(task.fields), f"{task.name} {kind} leaves one out"
+        assert prompt.source and len(prompt.label_words) == len(task.label_names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +12,28 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from row_files import row_files
 from tiny_language_models import word_tokenizer
 from transformers import EvalPrediction
 
 from hf_dpzero.tasks import build_task, quickstart
 from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.rows import HubSource, load_splits
+from hf_dpzero.tasks.description import HubSource
+from hf_dpzero.tasks.rows import load_splits
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def files(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataArguments:
-    train, validation = write(folder / "t.jsonl", rows), write(folder / "v.jsonl", rows[:4])
-    Path(validation).write_text(Path(validation).read_text() + "\n")  # a copy would be refused
-    return DataArguments(train_file=train, validation_file=validation, **settings)
+    """All rows are for training, the first four also public."""
+    return DataArguments(**row_files(folder, rows, rows[:4]), **settings)
 
 
 ROWS = [{"text": "very " * (i % 5) + "good film", "label": i % 3} for i in range(30)]
 
 
-@pytest.fixture(scope="module")
-def messages() -> datasets.DatasetDict:
-    return quickstart.generate()
-
-
-def test_quickstart_is_deterministic_distinct_and_balanced(messages):
-    again = quickstart.generate()
+def test_quickstart_is_deterministic_distinct_and_balanced():
+    messages, again = quickstart.generate(), quickstart.generate()
     assert {name: len(rows) for name, rows in messages.items()} == {
         "train": 8192,
         "validation": 1024,
@@ -54,34 +46,28 @@ def test_quickstart_is_deterministic_distinct_and_balanced(messages):
     assert all(text[0].isupper() and text[-1] in ".?" for text in texts)
     assert not any("{" in text or "  " in text for text in texts)
     assert quickstart.generate(seed=1)["train"][:] != messages["train"][:]
+    task = build_task(DataArguments(task="quickstart", prompt="masked_lm", max_train_samples=3))
+    row = task.splits["train"][0]
+    assert task.example(row) == f"{row['text']} Is this urgent? {('No', 'Yes')[row['label']]}"
+    assert task.label_names == ("routine", "urgent")
     with pytest.raises(ValueError, match=r"train_file='x.jsonl'.*text_classification"):
         build_task(DataArguments(task="quickstart", train_file="x.jsonl"))
 
 
 def test_quickstart_splits_share_no_filling():
     train, validation = quickstart._TRAIN, quickstart._VALIDATION
-    for field in ("openings", "closings", "people", "past", "future"):
-        first, second = set(getattr(train, field)), set(getattr(validation, field))
-        assert first
-        assert second
-        assert not first & second, field
+    for first, second in zip(train[:-1], validation[:-1], strict=True):
+        assert first and second and not set(first) & set(second)
     assert train.situations < validation.situations == len(quickstart._URGENT)
     assert len(quickstart._URGENT) == len(quickstart._ROUTINE)
 
 
 def test_csv_pairs_and_named_columns(tmp_path):
-    for name in ("t.csv", "v.csv"):
-        end = "\n" if name == "t.csv" else "\n\n"
+    for name, end in (("t.csv", "\n"), ("v.csv", "\n\n")):
         (tmp_path / name).write_text("a,b,gold,extra\ngood,bad,1,7\nbad,film,0,8" + end)
-    task = build_task(
-        DataArguments(
-            train_file=str(tmp_path / "t.csv"),
-            validation_file=str(tmp_path / "v.csv"),
-            text_column="a",
-            text_pair_column="b",
-            label_column="gold",
-        )
-    )
+    paths = {"train_file": str(tmp_path / "t.csv"), "validation_file": str(tmp_path / "v.csv")}
+    columns = {"text_column": "a", "text_pair_column": "b", "label_column": "gold"}
+    task = build_task(DataArguments(**paths, **columns))
     assert task.text_columns == ("a", "b")
     encoded = task.tokenize(word_tokenizer())["train"]
     assert encoded["input_ids"][:] == [[2, 3], [3, 4]]
@@ -131,61 +117,33 @@ def test_a_task_knows_its_columns_and_labels(tmp_path, task, columns, label):
 
 def test_settings_name_other_columns(tmp_path):
     rows = [{"a": "1", "b": "2", "premise": "no", "hypothesis": "no", "gold": i} for i in (0, 1)]
-    named = files(
-        tmp_path, rows, task="rte", text_column="b", text_pair_column="a", label_column="gold"
-    )
+    given = {"task": "rte", "text_pair_column": "a", "label_column": "gold"}
+    named = files(tmp_path, rows, **given, text_column="b")
     assert build_task(named).text_columns == ("b", "a")
-    half = files(tmp_path, rows, task="rte", text_pair_column="a", label_column="gold")
-    assert build_task(half).text_columns == ("premise", "a")
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "a", "label": 0}, r"no column 'premise' \(they have text, label\).*text_column"),
-        ({"premise": "a", "label": 0}, r"no column 'hypothesis'.*set text_pair_column"),
-        ({"premise": "a", "hypothesis": "b"}, r"no column 'label'.*set label_column"),
-    ],
-)
-def test_missing_columns_of_a_pair(tmp_path, row, message):
-    with pytest.raises(ValueError, match=message):
-        build_task(files(tmp_path, [row] * 4, task="rte"))
-
-
-def test_a_second_text_beside_a_task_of_one_must_be_there(tmp_path: Path) -> None:
-    rows = [{"sentence": "fine", "label": label} for label in range(2)]
-    with pytest.raises(ValueError, match=r"no column 'more'.*set text_pair_column"):
-        build_task(files(tmp_path, rows, task="sst2", text_pair_column="more"))
+    assert build_task(files(tmp_path, rows, **given)).text_columns == ("premise", "a")
 
 
 @pytest.mark.parametrize("task", NAMES)
 def test_rows_in_the_columns_of_the_data_sets(task):
     paths = {f"{s}_file": str(DATA / task / f"{s}.jsonl") for s in ("train", "validation")}
-    loaded = build_task(DataArguments(task=task, **paths))  # type: ignore[arg-type]
+    loaded = build_task(DataArguments(task=task, **paths))
     for split, rows in loaded.splits.items():
         lines = Path(paths[f"{split}_file"]).read_text(encoding="utf-8").splitlines()
         raw = [row for row in map(json.loads, lines) if row["label"] != -1]
         assert rows["label"][:] == [row["label"] for row in raw]
-        assert all(
-            loaded.label_names[row["label"]]
-            == row.get("label_name", loaded.label_names[row["label"]])
-            for row in raw
-        )
+        names = [loaded.label_names[row["label"]] for row in raw]
+        assert [row.get("label_name", name) for row, name in zip(raw, names)] == names
         for column in loaded.text_columns:
             assert rows[column][:] == [row[column] for row in raw]
 
 
-def test_snli_leaves_out_rows_without_a_label_and_others_refuse_them(tmp_path):
-    labels = [0, -1, 1, 2, -1, 0]
-    rows = [
-        {"premise": f"p{i}", "hypothesis": "h", "label": label} for i, label in enumerate(labels)
-    ]
+def test_snli_leaves_out_rows_without_a_label(tmp_path):
+    """Other tasks refuse them, see below."""
+    rows = [{"premise": f"p{i}", "hypothesis": "h", "label": v} for i, v in enumerate(UNLABELLED)]
     splits = build_task(files(tmp_path, rows, task="snli")).splits
     assert splits["train"]["label"][:] == [0, 1, 2, 0]
     assert splits["train"]["premise"][:] == ["p0", "p2", "p3", "p5"]
-    assert splits["validation"]["label"][:] == [0, 1, 2]  # `files` gives it the first four rows
-    with pytest.raises(ValueError, match="row 2 of the train rows .*a negative integer"):
-        build_task(files(tmp_path, rows, task="mnli"))
+    assert splits["validation"]["label"][:] == [0, 1, 2]  # of the first four rows
 
 
 @pytest.mark.parametrize(
@@ -272,25 +230,55 @@ def test_tokenize_and_collate(tmp_path, side):
     assert task.collator(words)(stored)["sentence_embedding"].tolist() == [[0.0] * 3, [1.0] * 3]
     logits = np.array([[2.0, 1.0, 0.0], [0.0, 1.0, 0.5], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
     prediction = EvalPrediction(predictions=logits, label_ids=np.array([0, 1, 1, 0]))
-    assert task.compute_metrics(prediction) == {"accuracy": 0.75}
+    assert task.metrics(words)(prediction) == {"accuracy": 0.75}
+
+
+PAIR = {"premise": "a", "hypothesis": "b"}
+UNLABELLED = (0, -1, 1, 2, -1, 0)
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "settings", "message"),
     [
-        ([{"text": "a"}] * 4, r"no column 'label' \(they have text\); set label_column"),
-        ([{"words": "a", "label": 1}] * 4, r"no column 'text'.*set text_column"),
-        ([{"text": "a", "label": -1}] * 4, r"row 1 of the train rows .*negative integer"),
-        ([{"text": "a", "label": 0.5}] * 4, r"train rows holds float64 values; class labels are"),
-        ([{"text": "a", "label": [0]}] * 4, r"rows holds (List|Sequence) values; class labels are"),
-        ([{"text": "a", "label": 0}] * 4, r"holds 1 classes"),
-        ([{"text": "a", "label": 10**15}] * 4, r"holds more than 1000 classes"),
-        ([{"text": "a", "label": 1}, {"text": "b", "label": None}] * 2, r"empty in some rows"),
+        ([{"text": "a"}], {}, r"no column 'label' \(they have text\); set label_column"),
+        ([{"words": "a", "label": 1}], {}, r"no column 'text'.*set text_column"),
+        ([{"text": "a", "label": -1}], {}, r"row 1 of the train rows .*negative integer"),
+        ([{"text": "a", "label": 0.5}], {}, r"train rows holds float64 values; class labels are"),
+        ([{"text": "a", "label": [0]}], {}, r"holds (List|Sequence) values; class labels are"),
+        ([{"text": "a", "label": 0}], {}, r"holds 1 classes"),
+        ([{"text": "a", "label": 10**15}], {}, r"holds more than 1000 classes"),
+        ([{"text": "a", "label": 1}, {"text": "b", "label": None}], {}, r"empty in some rows"),
+        (
+            [{"text": "a", "label": 0}],
+            {"task": "rte"},
+            r"no column 'premise' \(they have text, label\).*text_column",
+        ),
+        (
+            [{"premise": "a", "label": 0}],
+            {"task": "rte"},
+            r"no column 'hypothesis'.*set text_pair_column",
+        ),
+        ([PAIR], {"task": "rte"}, r"no column 'label'.*set label_column"),
+        (
+            [{"sentence": "fine", "label": 0}],
+            {"task": "sst2", "text_pair_column": "more"},
+            r"no column 'more'.*set text_pair_column",
+        ),
+        (
+            [{**PAIR, "label": label} for label in UNLABELLED],
+            {"task": "mnli"},
+            "row 2 of the train rows .*a negative integer",
+        ),
+        (
+            [{"sentence": "a", "label": 0}],
+            {"task": "sst2", "class_names": ["a", "b"]},
+            r"task 'sst2' has labels of its own .*leave class_names",
+        ),
     ],
 )
-def test_refused_rows(tmp_path, rows, message):
+def test_refused_rows(tmp_path, rows, settings, message):
     with pytest.raises(ValueError, match=message):
-        build_task(files(tmp_path, rows))
+        build_task(files(tmp_path, rows * 4, **settings))
 
 
 SECRET = "confidential diagnosis"
@@ -333,11 +321,8 @@ def test_refusals_do_not_quote_rows(tmp_path, labels, settings, message):
 
 def labelled(folder: Path, train: list[Any], validation: list[Any], **settings: Any) -> Any:
     """The task of rows with these labels."""
-    paths = {
-        f"{split}_file": write(folder / f"{split}.jsonl", [{"text": "x", "label": v} for v in rows])
-        for split, rows in (("train", train), ("validation", validation))
-    }
-    return build_task(DataArguments(**paths, **settings))
+    rows = [[{"text": "x", "label": label} for label in split] for split in (train, validation)]
+    return build_task(DataArguments(**row_files(folder, *rows), **settings))
 
 
 def test_labels_are_integers_whole_floats_or_names(tmp_path):
@@ -384,42 +369,42 @@ def test_names_that_only_private_rows_have_are_refused(tmp_path, train, validati
     assert SECRET not in str(refusal.value)
 
 
-def test_class_names_are_for_tasks_whose_data_names_the_labels(tmp_path):
-    rows = [{"sentence": "a", "label": i % 2} for i in range(4)]
-    with pytest.raises(ValueError, match=r"task 'sst2' has labels of its own .*leave class_names"):
-        build_task(files(tmp_path, rows, task="sst2", class_names=["a", "b"]))
-
-
 @pytest.mark.parametrize("names", [["a"], [], ["a", "a"], ["a", " "]])
 def test_refused_class_names(names):
     with pytest.raises(ValueError, match=r"class_names=.* two or more different names"):
         DataArguments(class_names=names)
 
 
-def test_missing_sources_are_refused(tmp_path):
-    path = write(tmp_path / "t.jsonl", ROWS)
-    with pytest.raises(ValueError, match="validation_file is not set"):
-        build_task(DataArguments(train_file=path))
-    with pytest.raises(ValueError, match="set train_file and validation_file"):
-        build_task(DataArguments())
-    with pytest.raises(FileNotFoundError, match=r"absent.jsonl not found"):
-        build_task(DataArguments(train_file="absent.jsonl", validation_file=path))
-    with pytest.raises(ValueError, match=r"rows are read from"):
-        build_task(DataArguments(train_file="rows.txt", validation_file=path))
-
-
-def test_an_unreachable_hub_data_set_names_the_command():
-    with pytest.raises(OSError, match=r"hf download nobody/nothing --repo-type dataset"):
-        build_task(DataArguments(dataset_name="nobody/nothing"))
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"validation_file": None}, ValueError, "validation_file is not set"),
+        (
+            {"train_file": None, "validation_file": None},
+            ValueError,
+            "set train_file and validation_file",
+        ),
+        ({"train_file": "absent.jsonl"}, FileNotFoundError, r"absent.jsonl not found"),
+        ({"train_file": "rows.txt"}, ValueError, r"rows are read from"),
+        (
+            {"train_file": None, "validation_file": None, "dataset_name": "nobody/nothing"},
+            OSError,
+            r"hf download nobody/nothing --repo-type dataset",
+        ),
+    ],
+)
+def test_missing_sources_are_refused(tmp_path, settings, error, message):
+    with pytest.raises(error, match=message):
+        build_task(DataArguments(**{**row_files(tmp_path, ROWS), **settings}))
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_eval_samples": 2}, {"prompt": "causal_lm"}])
 @pytest.mark.parametrize("copied", [False, True])
 def test_the_training_file_is_not_evaluated_on(tmp_path, copied, settings):
-    train = write(tmp_path / "t.jsonl", ROWS)
-    other = write(tmp_path / "v.jsonl", ROWS) if copied else str(tmp_path / "." / "t.jsonl")
+    train = row_files(tmp_path, ROWS)["train_file"]
+    other = shutil.copy(train, tmp_path / "v.jsonl") if copied else f"{tmp_path}/./train.jsonl"
     with pytest.raises(ValueError, match="is (a copy of )?the train_file.*without noise"):
-        build_task(DataArguments(train_file=train, validation_file=other, **settings))
+        build_task(DataArguments(train_file=train, validation_file=str(other), **settings))
 
 
 def test_a_train_split_is_no_validation_split(monkeypatch):
@@ -438,12 +423,10 @@ def test_a_train_split_is_no_validation_split(monkeypatch):
 
 
 def test_a_line_that_is_not_json_is_named_and_not_quoted(tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "a", "label": 0}\nsecret words\n')
+    paths = row_files(tmp_path, ROWS)
+    Path(paths["train_file"]).write_text('{"text": "a", "label": 0}\nsecret words\n')
     with pytest.raises(ValueError, match="line 2 is not JSON") as found:
-        build_task(
-            DataArguments(train_file=str(bad), validation_file=write(tmp_path / "v.jsonl", ROWS))
-        )
+        build_task(DataArguments(**paths))
     assert "secret" not in str(found.value)
 
 

@@ -11,8 +11,7 @@ import pytest
 from tokenizer_families import CAUSAL, MASKED, QWEN_PIECES, Slow
 from transformers import ByT5Tokenizer
 
-from hf_dpzero.tasks.prompt_encoding import Encoded, PromptEncoder
-from hf_dpzero.tasks.templates import Template, checked_template
+from hf_dpzero.tasks.templates import Encoded, PromptEncoder, Template, checked_template
 
 PRIVATE_USE = "\ue000"
 FIELDS = ("passage", "question")
@@ -331,13 +330,6 @@ def test_the_template_is_never_cut(kind, family):
         ValueError, match=f"alone has {bare} tokens, and only {bare - 1} fit: raise"
     ):
         one(kind, family, row, bare - 1)
-
-
-def test_a_prompt_that_just_fits_is_left_alone():
-    row = {"passage": "the river ends in a lake", "question": "where"}
-    whole = one("causal_lm", "opt", row)
-    assert one("causal_lm", "opt", row, len(whole.input_ids)) == whole
-    assert one("causal_lm", "opt", row, len(whole.input_ids) - 1).cut
 
 
 def test_without_a_passage_the_longest_field_is_cut():

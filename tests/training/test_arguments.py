@@ -1,4 +1,4 @@
-"""Training arguments are left as they were; what is chosen for a run stands in `resolved_args`."""
+"""Training arguments are left as they were; what is chosen for a run stands in `trainer.run.args`."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def test_a_classifier_that_pools_at_the_last_token_is_no_coupled_loss(tmp_path, 
 
 def test_rows_that_are_stacked_make_the_same_microbatches_as_rows_collated_one_by_one():
     from hf_dpzero.batches.logical_batch import Rows
-    from hf_dpzero.tasks.task import Collator
+    from hf_dpzero.tasks.classification import Collator
 
     generator = torch.Generator().manual_seed(3)
     stored = [

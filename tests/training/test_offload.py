@@ -30,7 +30,7 @@ from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.parallel import offload
 from hf_dpzero.parallel.offload import in_own_file, settle_offloaded
-from hf_dpzero.recipes.checkpoints import settle_quantised_
+from hf_dpzero.recipes.models import settle_quantised_
 
 SPLIT = {
     "bert.embeddings": "cpu",

@@ -1,7 +1,8 @@
-"""`hf-dpzero replay`: rebuild trained weights from the base model and the public trajectory."""
+"""`hf-dpzero replay` rebuilds weights from a base model and a trajectory; `push` publishes a run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dpzero.cli.options import Replay
+from hf_dpzero.cli.options import Push, Replay
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
-from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
+from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.reporting.weights import read_weights, weight_files
@@ -22,10 +23,24 @@ from hf_dpzero.run_folder.base_model import load_initial_model
 from hf_dpzero.shipped import shipped_file
 
 if TYPE_CHECKING:
-    from hf_dpzero.tasks.task import Task
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_dpzero.tasks.classification import Task
 
 
-def run(arguments: Replay) -> None:
+def run_push(arguments: Push) -> None:
+    """Ships what may be shipped, or with --dry_run leaves exactly that in a local folder."""
+    address = hub.push(
+        arguments.output_dir,
+        arguments.repo_id,
+        private=arguments.private,
+        dry_run=arguments.dry_run,
+        allow_not_private=arguments.allow_not_private,
+    )
+    print(f"the folder that would be uploaded: {address}" if arguments.dry_run else address)
+
+
+def run_replay(arguments: Replay) -> None:
     """Loads base and trajectory, checks the base's digest, replays, saves, compares.
 
     The rebuilt weights are compared bit for bit with those of `--expect`, or, where the whole
@@ -37,7 +52,7 @@ def run(arguments: Replay) -> None:
         raise ValueError(f"output_dir={output} is the trajectory's own folder; give another one.")
     trajectory = Trajectory.load(arguments.trajectory)
     model, tokenizer = _load_base(arguments.base, arguments.overrides, beside)
-    replay(model, trajectory, arguments.upto)
+    replay(model, trajectory, arguments.upto)  # refuses a base of another digest
     model.save_pretrained(output)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)
@@ -54,8 +69,10 @@ def run(arguments: Replay) -> None:
         print(f"all {count} tensors equal those in {expected}, bit for bit")
 
 
-def _load_base(base: str, overrides: Sequence[str], beside: Path) -> tuple[Any, Any]:
-    """The untrained model and its tokenizer (or None), from a recipe, a model's folder or a Hub id."""
+def _load_base(
+    base: str, overrides: Sequence[str], beside: Path
+) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Loads the untrained model and its tokenizer from a recipe, a model's folder or a Hub id."""
     shipped = None if Path(base).exists() else shipped_file(base, "recipes")
     base = str(shipped or base)
     if base.endswith((".yaml", ".yml")):
@@ -65,75 +82,58 @@ def _load_base(base: str, overrides: Sequence[str], beside: Path) -> tuple[Any, 
         return load_model(recipe.model, _task_of(recipe, beside))
     if overrides:
         raise ValueError(f"{overrides[0]}: settings go with a recipe as --base, not with a model.")
-    if (beside / INITIAL_VALUES_FILE).is_file():
-        return load_initial_model(beside / INITIAL_VALUES_FILE, base), _tokenizer(
-            resolve_path(base)
-        )
-    return _load_checkpoint(base)
-
-
-def _task_of(recipe: Recipe, beside: Path) -> Task:
-    """The recipe's task, with its rows only where nothing else says what the labels are.
-
-    Whoever verifies a release has the published model but not the private data: the names come from
-    config.json beside the trajectory, else from the task, else one is made for each label text.
-    """
-    from hf_dpzero.tasks import build_task
-
-    if recipe.data.prompt is not None:  # a language model's head has no labels
-        return _without_rows(recipe, ())
-    config = beside / "config.json"
-    names = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    if names := names.get("id2label"):
-        return _without_rows(recipe, [names[key] for key in sorted(names, key=int)])
-    try:
-        return build_task(recipe.data)  # type: ignore[return-value]
-    except (OSError, ValueError):
-        if not recipe.model.label_texts:
-            raise
-        indices = range(len(recipe.model.label_texts))
-        return _without_rows(recipe, [f"LABEL_{index}" for index in indices])
-
-
-def _without_rows(recipe: Recipe, label_names: Sequence[str]) -> Task:
-    import datasets
-
-    from hf_dpzero.tasks.task import Task
-
-    return Task(
-        name=recipe.data.task,
-        label_names=tuple(label_names),
-        text_columns=(),
-        splits=datasets.DatasetDict(),
-        head=recipe.data.prompt or "sequence_classification",
-    )
-
-
-def _load_checkpoint(name_or_path: str) -> tuple[Any, Any]:
-    """A saved model in float32, in the class that its configuration names; and its tokenizer."""
     import transformers
 
     from hf_dpzero.recipes import sentence_classifier
 
-    path = resolve_path(name_or_path)
-    config = transformers.AutoConfig.from_pretrained(path)
-    names = config.architectures or ["(none)"]
-    kind = getattr(transformers, names[0], None) or getattr(sentence_classifier, names[0], None)
-    if kind is None:
-        raise ValueError(
-            f"{name_or_path} is a {names[0]}, which transformers does not have; give the run's "
-            "recipe.yaml as --base."
-        )
-    return kind.from_pretrained(path, dtype=torch.float32).eval(), _tokenizer(path)
+    path, tokenizer = resolve_path(base), None
+    if (beside / hub.INITIAL_VALUES_FILE).is_file():
+        model = load_initial_model(beside / hub.INITIAL_VALUES_FILE, base)
+    else:  # a saved model in float32, in the class that its configuration names
+        config = transformers.AutoConfig.from_pretrained(path)
+        kind = (config.architectures or ["(none)"])[0]
+        owner = transformers if hasattr(transformers, kind) else sentence_classifier
+        if not hasattr(owner, kind):
+            raise ValueError(
+                f"{base} is a {kind}, which transformers does not have; give the run's "
+                "recipe.yaml as --base."
+            )
+        model = getattr(owner, kind).from_pretrained(path, dtype=torch.float32).eval()
+    with contextlib.suppress(OSError, ValueError):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    return model, tokenizer
 
 
-def _tokenizer(path: str) -> Any:
-    import transformers
+def _task_of(recipe: Recipe, beside: Path) -> Task:
+    """Builds the recipe's task, with its rows only where nothing else says what the labels are.
 
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
-        return None
+    Whoever verifies a release has the published model but not the private data: the names come from
+    config.json beside the trajectory, else from the task, else one is made for each label text.
+    """
+    import datasets
+
+    from hf_dpzero.tasks import build_task
+    from hf_dpzero.tasks.classification import Task
+
+    config, names = beside / "config.json", list[str]()
+    if recipe.data.prompt is None:  # a language model's head has no labels
+        if config.is_file():
+            found = json.loads(config.read_text(encoding="utf-8")).get("id2label") or {}
+            names = [found[key] for key in sorted(found, key=int)]
+        if not names:
+            try:
+                return build_task(recipe.data)  # type: ignore[return-value]
+            except (OSError, ValueError):
+                if not recipe.model.label_texts:
+                    raise
+                names = [f"LABEL_{index}" for index in range(len(recipe.model.label_texts))]
+    return Task(
+        name=recipe.data.task,
+        label_names=tuple(names),
+        text_columns=(),
+        splits=datasets.DatasetDict(),
+        head=recipe.data.prompt or "sequence_classification",
+    )
 
 
 def _compare(rebuilt: Path, expected: Path) -> int:
@@ -145,6 +145,7 @@ def _compare(rebuilt: Path, expected: Path) -> int:
     for name, tensor in ours.items():
         a, b = tensor.contiguous(), theirs[name].contiguous()
         alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+        # As bytes: -0.0 differs from 0.0, and a NaN equals itself.
         if not alike or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
             raise ValueError(
                 f"tensor {name} of {expected} is not what the trajectory gives (see {rebuilt}): "

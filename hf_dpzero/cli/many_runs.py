@@ -1,0 +1,199 @@
+"""`hf-dpzero compare`, `sweep` and `federate`: several runs, or one that several clients share."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from hf_dpzero.cli.options import Compare, Federate, Sweep
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME
+from hf_dpzero.recipes.recipe import (
+    COMMAND_LINE,
+    coerce_fields,
+    load_recipe,
+    parse_overrides,
+    read_recipe,
+)
+from hf_dpzero.reporting.wording import delta_words, round_up
+from hf_dpzero.values import listed
+
+if TYPE_CHECKING:
+    from hf_dpzero.federated.flower import FlowerTransport
+
+ENGINES = ("flower", "in_process")
+_T = TypeVar("_T")
+
+
+def run_compare(arguments: Compare) -> None:
+    """Runs the grid, or merges comparisons; writes comparison.{json,md,png} and prints the table."""
+    from hf_dpzero.experiments.compare import build_grid, compare
+    from hf_dpzero.experiments.results import JSON_FILE
+    from hf_dpzero.experiments.tables import PLOT_FILE, TABLE_FILE, merge, table
+
+    recipes, words = arguments.recipes, arguments.overrides
+    if arguments.merge:
+        given = [f"--{name}" for name in ("methods", "epsilons", "seeds") if vars(arguments)[name]]
+        if given or words:
+            raise ValueError(f"{(given or words)[0]}: --merge runs nothing; leave it out.")
+        if not arguments.output_dir:
+            raise ValueError(
+                "--output_dir is missing; --merge needs a folder for the merged table."
+            )
+        print(merge(recipes, arguments.output_dir))
+        return
+    if len(recipes) != 1:
+        raise ValueError(f"{' '.join(recipes)}: give one recipe; others are named in --methods.")
+    runs = build_grid(
+        recipes[0],
+        methods=items_of("methods", arguments.methods, str),
+        epsilons=items_of("epsilons", arguments.epsilons, float),
+        seeds=items_of("seeds", arguments.seeds, int),
+        overrides=words,
+    )
+    folder = Path(arguments.output_dir or f"out/compare-{Path(recipes[0]).stem}")
+    record = compare(
+        folder,
+        runs,
+        recipe=recipes[0],
+        overrides=words,
+        jobs=arguments.jobs,
+        retry_failed=arguments.retry_failed,
+        keep_weights=not arguments.discard_weights,
+    )
+    print(table(record))
+    failed = sum(not row.done for row in record.rows)
+    if failed:
+        print(f"{failed} of {len(record.rows)} runs do not count; {folder / TABLE_FILE} says why.")
+    names = (JSON_FILE, TABLE_FILE, PLOT_FILE)  # no plot without matplotlib or a finished run
+    print("written:", *(str(folder / name) for name in names if (folder / name).is_file()))
+
+
+def items_of(name: str, words: list[str] | None, kind: Callable[[str], _T]) -> list[_T]:
+    """Reads the items of an option: `2,6`, `2 6` and `[2, 6]` are the same.
+
+    >>> items_of("epsilons", ["2,", "6"], float), items_of("epsilons", ["[2, 6]"], float)
+    ([2.0, 6.0], [2.0, 6.0])
+    """
+    text = ",".join(words or ()).replace("[", "").replace("]", "")
+    try:
+        return [kind(str(item)) for item in listed(text) if item]
+    except ValueError:
+        whole = "whole " if kind is int else ""
+        raise ValueError(
+            f"--{name} {' '.join(words or ())}: give {whole}numbers with commas between them."
+        ) from None
+
+
+def run_sweep(arguments: Sweep) -> None:
+    """Plans the sweep, runs or continues its trials, writes its results.
+
+    Interrupted, the same command continues where it stopped.
+    """
+    from hf_dpzero.experiments import sweep, sweep_outputs
+
+    grid = sweep.parse_grid(arguments.grid or [], arguments.grid_file)
+    size, mean = math.prod(len(values) for values in grid.values()), arguments.mean_trials
+    folder = arguments.output_dir
+    if folder is None:
+        own = str(read_recipe(arguments.recipe).get("output_dir", "out/run")).rstrip("/")
+        folder = f"{own}-sweep"
+    settings = sweep.SweepSettings(
+        recipe=arguments.recipe,
+        overrides=coerce_fields(parse_overrides(arguments.overrides), COMMAND_LINE),
+        grid=grid,
+        tuning=arguments.tuning,
+        selection=arguments.selection,
+        trials=sweep.trial_count_from(arguments.trial_count, float(size if mean is None else mean)),
+        metric=arguments.metric,
+        output_dir=Path(folder),
+    )
+    prepared = sweep.prepare(settings)
+    print(sweep_outputs.statement(settings, prepared))
+    print(f"grid: {len(settings.points)} settings of {', '.join(settings.grid)}")
+    if prepared.epsilon is not None and prepared.epsilon_one_run is not None:
+        assert prepared.delta is not None
+        print(
+            f"epsilon in total {round_up(prepared.epsilon)}, of one run alone "
+            f"{round_up(prepared.epsilon_one_run)}, delta {delta_words(prepared.delta)}\n"
+            f"noise multiplier of every trial {prepared.noise_multiplier:.6g}"
+        )
+    if arguments.dry_run:
+        return
+    try:
+        workspace = sweep.run_trials(settings, prepared, lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        print("interrupted: repeat the command to continue the sweep")
+        raise
+    best = sweep_outputs.write(settings, prepared, workspace)["best"]
+    if best is None:
+        print(f"no result to release; see {settings.output_dir / sweep_outputs.TABLE_FILE}")
+        return
+    chosen = ", ".join(f"{name}={value}" for name, value in best["settings"].items())
+    where = settings.output_dir / best["folder"]
+    print(f"best: {chosen}: {prepared.metric} {best['score']}; in {where}")
+
+
+def run_federate(arguments: Federate) -> None:
+    """Trains, writes ledgers, report, plot and weights into output_dir, prints the report.
+
+    Interrupted, the same command with --resume continues from the ledgers.
+    """
+    from hf_dpzero.federated.report import summary
+    from hf_dpzero.federated.run import ServerRun, run_in_process
+    from hf_dpzero.federated.setup import Settings, Side
+
+    engine, drop = arguments.engine, arguments.drop
+    if engine not in ENGINES:
+        raise ValueError(f"--engine {engine}: use one of {', '.join(ENGINES)}.")
+    if drop and engine != "flower":
+        raise ValueError("--drop is for --engine flower; leave it out.")
+    if not 0 <= drop < max(1, arguments.clients):
+        raise ValueError(f"--drop {drop} of {arguments.clients} clients: leave one at least.")
+    recipe = arguments.recipe
+    settings = Settings(
+        # A client's process may start in another folder.
+        recipe=os.path.abspath(recipe) if os.path.exists(recipe) else recipe,
+        overrides=tuple(arguments.overrides),
+        clients=arguments.clients,
+        rounds=arguments.rounds,
+        participation=arguments.participation,  # type: ignore[arg-type] # checked by local_plan
+    )
+    if arguments.output_dir is None:
+        own = str(load_recipe(recipe, arguments.overrides).training.output_dir)
+        folder = Path(own.rstrip("/") + "-federated").absolute()
+    else:
+        folder = Path(arguments.output_dir).absolute()
+    settings.load(folder)  # refuses before anything is loaded
+    if (folder / LEDGER_NAME).exists() and not arguments.resume:
+        raise LedgerError(
+            f"{folder} holds the ledger of an earlier run: go on with --resume, or take another "
+            "--output_dir. What its clients spent stays spent either way."
+        )
+    if engine == "in_process":
+        print(summary(run_in_process(settings, folder, resume=arguments.resume)))
+        return
+    from hf_dpzero.federated import flower
+
+    flower.check_flower()
+    side = Side.build(settings, folder)
+    server = ServerRun(side, folder, resume=arguments.resume)
+    stops = flower.random_stops(settings.clients, server.server.rounds, drop)
+
+    def serve(transport: FlowerTransport) -> None:
+        server.run(transport, min_clients=arguments.min_clients)
+
+    try:
+        flower.simulate(
+            serve,
+            flower.simulated_clients(settings, str(folder), stops),
+            num_clients=settings.clients,
+            timeout=arguments.timeout,
+            actors=arguments.actors,
+        )
+        print(summary(server.report()))
+    finally:
+        server.close()

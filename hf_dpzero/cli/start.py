@@ -1,0 +1,93 @@
+"""`hf-dpzero recipes` lists what comes with the package; `hf-dpzero init` starts from a user's file."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import math
+from pathlib import Path
+
+from hf_dpzero.cli.options import Init, Recipes
+
+_COLUMNS = ("recipe", "task", "model", "method", "privacy", "paper")
+
+
+def run_recipes(arguments: Recipes) -> None:
+    """Prints a table, or with --json all that is known of each recipe."""
+    from hf_dpzero.recipes.catalogue import catalogue
+
+    rows = catalogue(arguments.task)
+    if arguments.json:
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    lines = [_COLUMNS, *([str(row[name] or "-") for name in _COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
+    print(
+        "\nprivacy: (epsilon, delta). paper: what Zhang et al. 2024 report (arXiv:2310.09639). Run one "
+        "by its name:\n  hf-dpzero train quickstart"
+    )
+
+
+def run_init(arguments: Init) -> None:
+    """Reads the columns, counts n, writes a starter recipe or script and says what to do next."""
+    from hf_dpzero.recipes.starter import Starter, detect_columns
+    from hf_dpzero.tasks.rows import read_rows
+    from hf_dpzero.values import positive
+
+    positive(arguments, "target_epsilon", "target_delta")
+    if not math.isfinite(arguments.target_epsilon):
+        raise ValueError(
+            f"target_epsilon={arguments.target_epsilon} must be a finite number above 0."
+        )
+    if arguments.target_delta is not None and arguments.target_delta >= 1:
+        raise ValueError(
+            f"target_delta={arguments.target_delta} must be a number in (0, 1), e.g. 1e-5."
+        )
+    train, public = arguments.train_file, arguments.validation_file
+    rows = read_rows(Path(train))
+    columns = detect_columns(
+        rows, arguments.text_column, arguments.text_pair_column, arguments.label_column
+    )
+    if public is not None:
+        if Path(public).is_file() and filecmp.cmp(train, public, shallow=False):
+            raise ValueError(
+                f"validation_file={public!r} holds the private rows of train_file: give other rows, "
+                "which are public."
+            )
+        there = read_rows(Path(public)).column_names
+        for column in (*columns.texts, columns.label):
+            if column is not None and column not in there:
+                raise ValueError(
+                    f"{public} has no column {column!r} (it has {', '.join(there)}), as train_file does."
+                )
+    starter = Starter(
+        columns=columns,
+        num_examples=len(rows),
+        train_file=train,
+        validation_file=public,
+        target_epsilon=arguments.target_epsilon,
+        target_delta=arguments.target_delta,
+        model=arguments.model,
+    )
+    suffix = ".py" if arguments.script else ".yaml"
+    target = Path(arguments.output or f"{Path(train).stem}{suffix}")
+    if target.suffix != suffix:
+        raise ValueError(f"--output {target}: give a name that ends in {suffix}.")
+    texts = {target.name: starter.script()} if arguments.script else starter.recipe(target.name)
+    files = {target.with_name(name): text for name, text in texts.items()}
+    for path in files:  # all or none are written
+        if path.exists():
+            raise FileExistsError(f"{path} exists; remove it, or choose another --output.")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"the folder {path.parent} of --output does not exist; make it."
+            )
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+    print(f"{columns}; n = {len(rows):,}")
+    print(f"written: {', '.join(map(str, files))}")
+    if public is None:
+        print("next: put the file of public rows into it (validation_file), to evaluate on")
+    print(f"then: {'python' if arguments.script else 'hf-dpzero train'} {target}")

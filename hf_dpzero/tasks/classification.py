@@ -1,0 +1,387 @@
+"""Text classification: rows of a file or of the Hub, their labels, and inputs of a model with a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+
+from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import TaskDescription
+from hf_dpzero.tasks.metrics import classification_scores
+from hf_dpzero.tasks.quickstart import load_generated
+from hf_dpzero.tasks.rows import (
+    TEXT_TYPES,
+    column_of,
+    load_splits,
+    require_columns,
+    require_texts,
+    subset,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+PAD_TO_MULTIPLE_OF = 8
+PAIR_SUFFIX = "_pair"
+_MAX_CLASSES = 1000
+_KINDS = {"bool": "truth values", "class": "class labels", "integer": "integers", "text": "text"}
+
+Label = bool | int | float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A text classification task with its rows.
+
+    Attributes:
+      name: its name in the task registry.
+      label_names: names of the labels 0, 1, ...; assumed public.
+      text_columns: the column with the text, or two for sentence pairs.
+      max_seq_length: tokens a text is cut to.
+      splits: "train" (the private rows) and "validation" (assumed public), with the text columns
+        and an integer column "label".
+      metric: the name of what `metrics` returns.
+      head: what kind of model it is for; prompted tasks have others.
+    """
+
+    name: str
+    label_names: tuple[str, ...]
+    text_columns: tuple[str, ...]
+    max_seq_length: int = 128
+    splits: datasets.DatasetDict
+    metric: str = "accuracy"
+    head: str = "sequence_classification"
+
+    @property
+    def num_labels(self) -> int:
+        """The number of classes."""
+        return len(self.label_names)
+
+    def tokenize(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        pair_features: str = "joint",
+        only: str | None = None,
+    ) -> datasets.DatasetDict:
+        """Encodes the rows as input_ids, attention_mask (and what else the model takes) and labels.
+
+        Args:
+          tokenizer: the model's.
+          pair_features: as in `ModelArguments`: "joint" puts both texts of a pair into input_ids,
+            cut together to `max_seq_length`; "siamese" cuts each to `max_seq_length` and puts the
+            second into input_ids_pair, attention_mask_pair, ...
+          only: the split that is wanted; None for all.
+
+        Returns:
+          The splits, a row an example.
+
+        Raises:
+          ValueError: siamese without two text columns.
+        """
+        siamese = pair_features == "siamese"
+        if siamese and len(self.text_columns) != 2:
+            raise ValueError(
+                f"pair_features=siamese compares two texts, but task {self.name!r} has the text "
+                f"columns {', '.join(self.text_columns)}; use pair_features: joint, or set "
+                "text_pair_column."
+            )
+        settings = {
+            "tokenizer": tokenizer,
+            "columns": self.text_columns,
+            "max_length": self.max_seq_length,
+            "apart": siamese,
+        }
+        encoded = datasets.DatasetDict()
+        for split in self.splits if only is None else [only]:
+            rows = self.splits[split]
+            encoded[split] = rows.map(
+                _encode,
+                batched=True,
+                remove_columns=rows.column_names,
+                desc="tokenizing",
+                fn_kwargs=settings,
+            )
+        return encoded
+
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Collator:
+        """Returns what pads rows into one batch; it also takes rows of precomputed features."""
+        return Collator(tokenizer)
+
+    def metrics(
+        self, tokenizer: PreTrainedTokenizerBase
+    ) -> Callable[[EvalPrediction], dict[str, float]]:
+        """Returns what makes {"accuracy": ...} of logits, and macro_f1 where that is the metric."""
+
+        def compute(prediction: EvalPrediction) -> dict[str, float]:
+            logits = prediction.predictions
+            # A model with further outputs puts its logits first.
+            logits = logits[0] if isinstance(logits, tuple) else logits
+            chosen = np.argmax(logits, axis=-1)
+            return classification_scores(chosen, np.asarray(prediction.label_ids), self.metric)
+
+        return compute
+
+    def objective(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Returns None: the model's head says what is minimised (`objectives.select_objective`)."""
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Pads token rows to the longest of the batch, rounded up to a multiple of 8.
+
+    The second texts of pairs (columns that end in "_pair") are padded by themselves. Rows of
+    precomputed features have nothing to pad and are stacked.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def stacks(self, row: Mapping[str, Any]) -> bool:
+        """Returns whether rows like this one are stacked, so that each one's tensors follow from it."""
+        return "input_ids" not in row
+
+    def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+        from transformers import default_data_collator
+
+        if self.stacks(rows[0]):
+            return default_data_collator(rows)
+        batch: dict[str, Tensor] = {}
+        for suffix in ("", PAIR_SUFFIX):
+            names = [n for n in rows[0] if n.endswith(PAIR_SUFFIX) == bool(suffix)]
+            if names:
+                own = [{name.removesuffix(suffix): row[name] for name in names} for row in rows]
+                padded = self.tokenizer.pad(
+                    own, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt"
+                )
+                batch |= {name + suffix: value for name, value in padded.items()}
+        return batch
+
+
+def _encode(
+    rows: Mapping[str, list[Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    columns: Sequence[str],
+    max_length: int,
+    apart: bool,
+) -> dict[str, list[Any]]:
+    """Both texts together, or with `apart` as input_ids, ... and input_ids_pair, ..."""
+    texts = [rows[column] for column in columns]
+    groups = [[text] for text in texts] if apart else [texts]
+    first, *second = (tokenizer(*g, truncation=True, max_length=max_length) for g in groups)
+    pair = {key + PAIR_SUFFIX: value for columns in second for key, value in columns.items()}
+    return {**first, **pair, "labels": rows["label"]}
+
+
+def classification_task(data: DataArguments, known: TaskDescription | None) -> Task:
+    """Loads, checks, labels and subsets the rows.
+
+    Without a description text is in `text_column` ("text") and, for pairs, `text_pair_column`; the label
+    in `label_column` ("label"), integers from 0 or strings, named by `class_names` or by those of the
+    validation rows. A refusal never quotes a row: it is written into tables and logs that may be
+    published.
+
+    Args:
+      data: the recipe's rows and columns.
+      known: what is known of the task; None if the recipe or the data names the labels.
+
+    Returns:
+      The task with its rows, which `data.prompt` may turn into prompts (`prompted_classification`).
+
+    Raises:
+      ValueError: missing columns or labels, labels that are not classes, or unlabelled rows.
+      OSError: the data cannot be found.
+    """
+    name = known.name if known else "text_classification"
+    if known and data.class_names is not None:
+        raise ValueError(
+            f"task {name!r} has labels of its own ({', '.join(known.label_names)}): leave class_names "
+            "out, or use task: text_classification."
+        )
+    source = known.source if known else None
+    generated = data.task == "quickstart"
+    splits = load_generated(data) if generated else load_splits(data, source)
+    fields = known.fields if known else {"text": ("text",)}
+    usual = [column_of(splits, namings) for namings in fields.values()]
+    second = [data.text_pair_column] if data.text_pair_column else usual[1:2]
+    columns = (data.text_column or usual[0], *second, *usual[2:])
+    label = data.label_column or column_of(splits, known.label_columns if known else ("label",))
+    # A prompt leaves out the line of an optional text; a head has nothing in its place.
+    optional = known.optional_fields if known and data.prompt else ()
+    may_lack = [c for field, c in zip(fields, columns, strict=False) if field in optional]
+    needed = [column for column in columns if column not in may_lack]
+    settings = dict(zip(columns, ("text_column", "text_pair_column"), strict=False))
+    require_columns(splits, [*needed, label], {**settings, label: "label_column"})
+    if data.prompt is None:
+        require_texts(splits, needed)
+    unlabelled = known is not None and known.drop_unlabelled
+    if unlabelled:  # the Hub marks rows without a label with -1
+        for split, rows in splits.items():
+            splits[split] = rows.select(np.flatnonzero(np.asarray(rows[label][:]) != -1))
+    names = tuple(known.label_names if known else data.class_names or ())
+    if not names:
+        names = tuple(_read_label_names(splits, label))
+        words = data.label_words
+        if data.prompt and words is not None and len(words) != len(names):
+            raise ValueError(
+                f"label_words has {len(words)} words, and column {label!r} holds {len(names)} labels; "
+                "give one each, and set class_names to the labels in this order."
+            )
+    if data.keep_column == "label" != label:
+        raise ValueError(
+            f"keep_column (group_column) 'label' beside label_column={label!r}, which is called 'label' "
+            "here: rename one of the columns."
+        )
+    kept = [] if data.keep_column in (None, "label") else [str(data.keep_column)]
+    labelled, feature = datasets.DatasetDict(), datasets.ClassLabel(names=list(names))
+    values = _label_values(splits, label, names)
+    for split, rows in splits.items():
+        place = f"{'labelled ' * unlabelled}{split} rows"
+        indices = _class_indices(values[split], label, names, place)
+        stay = dict.fromkeys([*columns, *kept])
+        texts = rows.select_columns([c for c in stay if c in rows.column_names])
+        labelled[split] = texts.add_column("label", indices).cast_column("label", feature)
+    if data.prompt is None and len(columns) > 2:
+        raise ValueError(
+            f"task {name!r} has {len(columns)} texts ({', '.join(columns)}) and a classification head "
+            "reads one or two: set prompt to masked_lm or causal_lm."
+        )
+    return Task(
+        name=name,
+        label_names=names,
+        text_columns=columns,
+        max_seq_length=data.max_seq_length,
+        splits=subset(labelled, data),
+        metric=known.metric if known else "accuracy",
+    )
+
+
+def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
+    """Names of the classes: those of the validation rows' column, or of its values.
+
+    The sorted strings, or "0" ... for integers. They become public, so a training label that is not
+    among them is refused, without naming it; so names that a training file brings along are not used.
+    """
+    named, public_names = {}, getattr(splits["validation"].features[column], "names", None)
+    kinds = {_kind(rows.features[column], split, column) for split, rows in splits.items()}
+    for split, rows in splits.items():
+        plain = public_names is None and "text" not in kinds
+        named[split] = set(rows.unique(column) if plain else _by_name(rows, column))
+    public: Container[Label] = named["validation"]
+    if public_names is not None:
+        names, public = list(public_names), {*public_names, *range(len(public_names))}
+        _refuse_unseen(named["train"], public, column)
+        return names
+    if kinds == {"bool"}:  # both are named, whichever the rows hold
+        return ["false", "true"]
+    if "text" in kinds and not kinds <= {"text", "class"}:
+        said = " and ".join(_KINDS[kind] for kind in sorted(kinds))
+        raise ValueError(
+            f"column {column!r} holds {said} in one split and the other; write all labels alike."
+        )
+    if "text" in kinds:
+        names = sorted(named["validation"])
+    else:
+        for split, labels in named.items():
+            if min(labels) < 0:
+                row = next(i for i, value in enumerate(splits[split][column][:], 1) if value < 0)
+                raise ValueError(
+                    f"row {row} of the {split} rows (counted from 1) has a negative integer in column "
+                    f"{column!r}, which usually marks rows without a label; drop them or choose a "
+                    "labelled split."
+                )
+        # A column of identifiers would make a list of 10^15 names: one too many says enough.
+        largest = min(_MAX_CLASSES, max(named["validation"]))
+        names = [str(label) for label in range(largest + 1)]
+        public = range(max(named["validation"]) + 1)
+    _refuse_unseen(named["train"], public, column)
+    if not 2 <= len(names) <= _MAX_CLASSES:
+        many = len(names) if len(names) < 2 else f"more than {_MAX_CLASSES}"
+        raise ValueError(
+            f"column {column!r} of the validation rows holds {many} classes; 2 to {_MAX_CLASSES} are "
+            "supported. Is it the label column? Set label_column."
+        )
+    return names
+
+
+def _refuse_unseen(private: Iterable[Label], public: Container[Label], column: str) -> None:
+    if not all(value in public for value in private):
+        raise ValueError(
+            f"column {column!r} of the train rows has labels that no validation row has. Names of "
+            "labels become public (config.json holds them), and these would be read from private rows: "
+            "set class_names to the names of all labels, in order. If it is not the label column, set "
+            "label_column."
+        )
+
+
+def _by_name(rows: datasets.Dataset, column: str) -> list[Label]:
+    """The values of a column; those of a class-label column as its names, -1 as it is."""
+    feature, values = rows.features[column], rows[column][:]
+    if not isinstance(feature, datasets.ClassLabel):
+        return list(values)
+    return [feature.names[value] if value >= 0 else value for value in values]
+
+
+def _label_values(
+    splits: datasets.DatasetDict, column: str, names: Sequence[str]
+) -> dict[str, list[Label]]:
+    """Labels of each split, to be found in `names`: class labels by their own names."""
+    features = [rows.features[column] for rows in splits.values()]
+    own = {tuple(f.names) for f in features if isinstance(f, datasets.ClassLabel)}
+    if any(set(found) & set(names) for found in own):
+        return {split: _by_name(rows, column) for split, rows in splits.items()}
+    # The names are other words for the class labels, which then count by their numbers.
+    if len(own) > 1:
+        raise ValueError(
+            f"column {column!r} has other class labels in the train than in the validation rows, so "
+            "their numbers do not mean the same; give both files the same class labels, or text."
+        )
+    return {split: list(rows[column][:]) for split, rows in splits.items()}
+
+
+def _kind(feature: Any, split: str, column: str) -> str:
+    """What labels of a column are, a key of `_KINDS`; a refusal names its type."""
+    if isinstance(feature, datasets.ClassLabel):
+        return "class"
+    held = type(feature).__name__
+    if isinstance(feature, datasets.Value):
+        held = feature.dtype
+        if held == "bool":
+            return "bool"
+        if held in TEXT_TYPES:
+            return "text"
+        if held.startswith(("int", "uint")):
+            return "integer"
+    raise ValueError(
+        f"column {column!r} of the {split} rows holds {held} values; class labels are integers from 0, "
+        "or strings."
+    )
+
+
+def _class_indices(
+    values: Sequence[Label], column: str, names: Sequence[str], place: str
+) -> np.ndarray:
+    """Labels as indices into `names`, int64 `[N]`; `place` is what a refusal calls their rows."""
+    index = {name: position for position, name in enumerate(names)}
+    indices = []
+    for row, value in enumerate(values, start=1):
+        label = index.get(value, -1) if isinstance(value, str) else value
+        # A column with a gap somewhere holds its integers as floats; another may hold anything.
+        number = isinstance(label, (int, float))
+        if not number or label != label // 1 or not 0 <= label < len(names):
+            what = f"a {type(value).__name__}"
+            if isinstance(value, str):
+                what = f"a text of {len(value)} characters"
+            elif isinstance(value, int):
+                what = "a negative integer" if value < 0 else "an integer"
+            raise ValueError(
+                f"row {row} of the {place} (counted from 1) has {what} in column "
+                f"{column!r}, which is none of the {len(names)} classes ({', '.join(names[:5])}"
+                f"{', ...' if len(names) > 5 else ''}); correct or drop such rows, or for "
+                "task: text_classification set class_names to all labels."
+            )
+        indices.append(int(label))
+    return np.asarray(indices, dtype=np.int64)
