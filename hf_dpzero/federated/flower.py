@@ -52,7 +52,7 @@ class DroppedOut(Exception):
 
 
 def check_flower() -> None:
-    """Refuses to go on without Flower.
+    """Refuses to start without Flower.
 
     Raises:
       ImportError: says what to install.
@@ -192,7 +192,7 @@ def simulated_clients(
     Args:
       settings: of the run.
       folder: the run's output_dir; clients keep their ledgers in folders of their own below it.
-      stops: client -> the number of asks after which it is dead, for trials of dropouts.
+      stops: client -> the number of asks after which it is dead (`--drop`).
     """
     return _app_of(functools.partial(simulated_answer, settings, folder, stops or {}))
 
@@ -232,7 +232,7 @@ def _side(settings: Settings, folder: str) -> Side:
 
 
 def server_app() -> ServerApp:
-    """Makes the server's app, for a SuperLink; it goes on where its output-dir has a ledger."""
+    """Makes the server's app, for a SuperLink; it resumes where its output-dir has a ledger."""
     from flwr.serverapp import ServerApp
 
     app = ServerApp()

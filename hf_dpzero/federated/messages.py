@@ -144,18 +144,18 @@ def check_contract(theirs: bytes, ours: bytes) -> None:
         )
 
 
-def check_values(values: Sequence[float], most: float) -> None:
+def check_values(values: Sequence[float], bound: float) -> None:
     """Refuses numbers that no honest client sends.
 
     Raises:
-      MessageError: not finite, or larger than `most` (`plan.LocalPlan.largest_value`).
+      MessageError: not finite, or larger than `bound` (`plan.LocalPlan.largest_value`).
     """
     if wrong := sum(not math.isfinite(value) for value in values):
         raise MessageError(f"not finite: {wrong} of the values.")
-    if (largest := max(map(abs, values))) > most:
+    if (largest := max(map(abs, values))) > bound:
         raise MessageError(
             f"out of range: a value of {largest:.4g}, where clip and noise of the client's plan allow "
-            f"{most:.4g}."
+            f"{bound:.4g}."
         )
 
 
@@ -207,7 +207,7 @@ class MessageLog:
         self.header = {"format": FORMAT, "version": VERSION, **header}
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # where another process was first, the lock decides who goes on
+            # where another process was first, the lock decides between the two
             with contextlib.suppress(FileExistsError):
                 create_whole(path, header_lines(self.header))
         self._lock = locked(path)
@@ -245,7 +245,7 @@ class MessageLog:
         self.messages[number, client] = layout.unpack(record)[2:]
 
     def close(self) -> None:
-        """Lets other processes go on with the file."""
+        """Lets other processes open the file."""
         self._lock.close()
 
 

@@ -6,7 +6,7 @@ What concerns a client's privacy (recipe, overrides, rows, folder) comes from th
 Flower starts a process for each message. That process loads nothing (this module and what it imports
 load neither torch nor transformers): it hands the payload over a local socket to the client's resident
 process, which it starts where there is none, and carries the answer back. A resident process ends with
-the SuperNode that it serves. Killed at any moment, the next message starts another, which goes on from
+the SuperNode that it serves. Killed at any moment, the next message starts another, which continues from
 the client's ledger.
 
     python -m hf_dpzero.federated.node FOLDER PID < values.json     # as `hand_over` starts it

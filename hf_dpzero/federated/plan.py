@@ -158,19 +158,21 @@ class LocalPlan:
         t the noise's tail, each at exp(-50). Not a privacy statement: it keeps broken clients out.
         """
         mechanism, sampler = self.mechanism, self.plan.sampler
-        most, expected = float(sampler.num_examples), float(sampler.expected_batch_size)
+        largest, expected = float(sampler.num_examples), float(sampler.expected_batch_size)
         if isinstance(sampler, TruncatedPoissonSampler):
-            most = float(sampler.max_batch_size)
+            largest = float(sampler.max_batch_size)
         elif isinstance(sampler, PoissonSampler):
             third = _TAIL / 3
-            most = min(most, expected + third + math.sqrt(third**2 + 2 * _TAIL * expected))
+            largest = min(largest, expected + third + math.sqrt(third**2 + 2 * _TAIL * expected))
         elif sampler.name == "fixed_size_without_replacement":
-            most = expected
+            largest = expected
         tail = _TAIL + math.log(2 * mechanism.num_directions)  # a union bound over K, both signs
         if mechanism.distribution == "gaussian":
             tail = math.sqrt(2 * tail)
         # 1e-6: values are rounded to float32 before they are compared
-        return mechanism.clip * (most + tail * mechanism.noise_multiplier) / expected * (1 + 1e-6)
+        return (
+            mechanism.clip * (largest + tail * mechanism.noise_multiplier) / expected * (1 + 1e-6)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-safe values; `from_dict` reads them."""
@@ -265,7 +267,7 @@ def check_probability(config: DPZeroConfig, offered: float | None, own: float) -
     """Refuses a probability that a server may not choose for a client.
 
     With a target epsilon the noise follows q, so any q will do that leaves it something to hide. With a
-    noise multiplier epsilon follows q, so the client's own q is the most it agreed to.
+    noise multiplier epsilon follows q, so the client's own q is the largest it agreed to.
 
     Args:
       config: the client's.
@@ -343,8 +345,8 @@ def check_plan(contract: Mapping[str, Any], local: LocalPlan) -> None:
       ContractError: names what differs.
     """
     mechanism, sampler = local.mechanism, local.plan.sampler
-    agreed = {"num_directions": contract["num_directions"], "method": "dpzero"}
-    agreed |= contract["federated"]
+    common = {"num_directions": contract["num_directions"], "method": "dpzero"}
+    common |= contract["federated"]
     declared: dict[str, str | float] = {
         "rounds": local.rounds,
         "participation": local.participation,
@@ -356,18 +358,18 @@ def check_plan(contract: Mapping[str, Any], local: LocalPlan) -> None:
         "steps": local.plan.steps,
     }
     if local.participation == "once":  # a plan is of one block
-        agreed |= {"steps": 1, "rows of a round": local.num_examples // local.rounds}
+        common |= {"steps": 1, "rows of a round": local.num_examples // local.rounds}
         declared["rows of a round"] = sampler.num_examples
     else:
         expected = contract["sampling_probability"] * local.num_examples
-        agreed |= {"steps": local.rounds, "rows": local.num_examples, "expected batch": expected}
+        common |= {"steps": local.rounds, "rows": local.num_examples, "expected batch": expected}
         declared |= {"sampling": sampler.name, "rows": sampler.num_examples}
         if abs(mechanism.expected_batch_size - expected) > 1:  # a fixed size is rounded
             declared["expected batch"] = mechanism.expected_batch_size
     wrong = [
-        f"{name} {value} and not {agreed[name]}"
+        f"{name} {value} and not {common[name]}"
         for name, value in declared.items()
-        if value != agreed[name]
+        if value != common[name]
     ]
     if wrong:
         raise ContractError(

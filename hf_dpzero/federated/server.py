@@ -74,12 +74,12 @@ class RoundServer:
     """Keeps the run's ledger, its members and their messages; transport-free.
 
     A message is in `messages.ledger` before it counts, and a round's mean in `trajectory.ledger` before
-    any client hears of it: a server that is killed goes on from its folder (`resume`).
+    any client hears of it: a server that is killed continues from its folder (`resume`).
 
     Args:
       folder: of the run.
       contract: with a direction key (`setup.Side.start_server`).
-      resume: go on with the folder's ledgers, which must be of this contract.
+      resume: continue from the folder's ledgers, which must be of this contract.
 
     Attributes:
       taken: values that count in the open round so far, by member.
@@ -185,7 +185,7 @@ class RoundServer:
           released nothing in this round.
 
         Raises:
-          MessageError: refused; it is counted in the report, and the round goes on without it.
+          MessageError: refused; it is counted in the report, and the round is made without it.
         """
         if name not in self.members:
             self.strangers[name] += 1
@@ -257,7 +257,7 @@ class RoundServer:
         return sum(number < self.round and who == index for number, who in self.log.messages)
 
     def close(self) -> None:
-        """Lets another process go on with the folder."""
+        """Lets another process open the folder."""
         self._save_members()
         self.trajectory.close()
         self.log.close()
