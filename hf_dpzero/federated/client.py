@@ -51,8 +51,8 @@ class Replica:
     """The weights of a run, moved by its releases alone, and finite differences of rows at them.
 
     The server keeps one to evaluate, every client process one to take part. All that a private run is
-    checked for (an example's loss is a function of that example alone, fixed shapes, a public trial of
-    the forward passes) is checked here by the trainer's own code, before the first round.
+    checked for (one loss an example that depends on no other, fixed shapes, a smoke test of the forward
+    passes) is checked here by the trainer's own code, before the first round.
 
     Args:
       trainer: of the recipe, on its base weights.

@@ -11,16 +11,14 @@ process of a message only carries it (see `node`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hf_dpzero.federated.messages import RELEASED_NAME, read_log
 from hf_dpzero.federated.node import ResidentError, hand_over, node_of, settings_of
 
 # before the first import of flwr or ray, which read them once
@@ -54,7 +52,7 @@ class DroppedOut(Exception):
 
 
 def check_flower() -> None:
-    """Refuses to go on without Flower.
+    """Refuses to start without Flower.
 
     Raises:
       ImportError: says what to install.
@@ -80,11 +78,9 @@ def wrapped(payload: bytes) -> RecordDict:
 
 def unwrapped(message: Message) -> bytes | None:
     """Returns the payload of a message; None if it has none."""
-    with contextlib.suppress(KeyError, TypeError):
-        record: Any = message.content[RECORD]
-        payload = record[PAYLOAD]
-        return payload if isinstance(payload, bytes) else None
-    return None
+    record = message.content.config_records.get(RECORD)
+    payload = None if record is None else record.get(PAYLOAD)
+    return payload if isinstance(payload, bytes) else None
 
 
 def reply(payload: bytes, message: Message) -> Message:
@@ -196,7 +192,7 @@ def simulated_clients(
     Args:
       settings: of the run.
       folder: the run's output_dir; clients keep their ledgers in folders of their own below it.
-      stops: client -> the number of asks after which it is dead, for trials of dropouts.
+      stops: client -> the number of asks after which it is dead (`--drop`).
     """
     return _app_of(functools.partial(simulated_answer, settings, folder, stops or {}))
 
@@ -210,6 +206,7 @@ def simulated_answer(
     context: Context,
 ) -> bytes:
     """Answers for a client of a simulation."""
+    from hf_dpzero.federated.messages import RELEASED_NAME, read_log
     from hf_dpzero.federated.setup import CLIENTS
 
     client = int(context.node_config["partition-id"])
@@ -235,7 +232,7 @@ def _side(settings: Settings, folder: str) -> Side:
 
 
 def server_app() -> ServerApp:
-    """Makes the server's app, for a SuperLink; it goes on where its output-dir has a ledger."""
+    """Makes the server's app, for a SuperLink; it resumes where its output-dir has a ledger."""
     from flwr.serverapp import ServerApp
 
     app = ServerApp()
@@ -301,10 +298,14 @@ def simulate(
             failures.append(error)
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    backend: Any = {
-        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {"num_cpus": actors, "include_dashboard": False, "log_to_driver": False},
-    }
-    run_simulation(server, clients, num_supernodes=num_clients, backend_config=backend)
+    run_simulation(
+        server,
+        clients,
+        num_supernodes=num_clients,
+        backend_config={
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+            "init_args": {"num_cpus": actors, "include_dashboard": False, "log_to_driver": False},
+        },
+    )
     if failures:
         raise failures[0]

@@ -12,8 +12,6 @@ once. A checksum finds accidents, not forgers: who sent a message is known by th
 A `MessageLog` is a client's own ledger, and the server's list of all that it took: as a `Trajectory`
 (`ledger/log_file.py`) a JSON header with its checksum, then records of fixed size (round u64, client
 u32, K float32, CRC-32). Rounds may be missing: a client that was away released nothing.
-
-This module loads neither torch nor transformers (see `node`).
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -45,9 +42,6 @@ ASK, VALUES, BEHIND, NOTHING = 1, 2, 3, 4
 DIGEST_BYTES = 16
 MAX_RELEASES = 2**16 - 1
 """Of one ask, and so of rounds in a run: a client that comes late is sent all of them at once."""
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""A client's name: a plain word, because it becomes a folder, and a line of reports and logs."""
 
 RELEASED_NAME = "released.ledger"
 """A client's own ledger, in its folder: what it released, written before it is sent."""
@@ -150,22 +144,18 @@ def check_contract(theirs: bytes, ours: bytes) -> None:
         )
 
 
-def check_values(values: Sequence[float], most: float) -> None:
+def check_values(values: Sequence[float], bound: float) -> None:
     """Refuses numbers that no honest client sends.
 
-    Args:
-      values: K floats.
-      most: bound on each absolute value (`plan.LocalPlan.largest_value`).
-
     Raises:
-      MessageError: not finite, or beyond the bound.
+      MessageError: not finite, or larger than `bound` (`plan.LocalPlan.largest_value`).
     """
     if wrong := sum(not math.isfinite(value) for value in values):
         raise MessageError(f"not finite: {wrong} of the values.")
-    if (largest := max(map(abs, values))) > most:
+    if (largest := max(map(abs, values))) > bound:
         raise MessageError(
             f"out of range: a value of {largest:.4g}, where clip and noise of the client's plan allow "
-            f"{most:.4g}."
+            f"{bound:.4g}."
         )
 
 
@@ -217,7 +207,7 @@ class MessageLog:
         self.header = {"format": FORMAT, "version": VERSION, **header}
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # where another process was first, the lock decides who goes on
+            # where another process was first, the lock decides between the two
             with contextlib.suppress(FileExistsError):
                 create_whole(path, header_lines(self.header))
         self._lock = locked(path)
@@ -255,7 +245,7 @@ class MessageLog:
         self.messages[number, client] = layout.unpack(record)[2:]
 
     def close(self) -> None:
-        """Lets other processes go on with the file."""
+        """Lets other processes open the file."""
         self._lock.close()
 
 

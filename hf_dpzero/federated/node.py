@@ -6,7 +6,7 @@ What concerns a client's privacy (recipe, overrides, rows, folder) comes from th
 Flower starts a process for each message. That process loads nothing (this module and what it imports
 load neither torch nor transformers): it hands the payload over a local socket to the client's resident
 process, which it starts where there is none, and carries the answer back. A resident process ends with
-the SuperNode that it serves. Killed at any moment, the next message starts another, which goes on from
+the SuperNode that it serves. Killed at any moment, the next message starts another, which continues from
 the client's ledger.
 
     python -m hf_dpzero.federated.node FOLDER PID < values.json     # as `hand_over` starts it
@@ -35,7 +35,6 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.federated.messages import NAME
 from hf_dpzero.ledger.log_file import write_for_owner
 
 if TYPE_CHECKING:
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
 
 ADDRESS_NAME, LOG_NAME = "resident.json", "client.log"
 START_SECONDS, WATCH_SECONDS = 120.0, 2.0
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A client's name: a plain word, because it becomes a folder, and a line of reports and logs."""
 
 _KINDS = {"join": b"J", "round": b"R"}
 _ANSWERED, _FAILED = b"+", b"-"

@@ -158,19 +158,21 @@ class LocalPlan:
         t the noise's tail, each at exp(-50). Not a privacy statement: it keeps broken clients out.
         """
         mechanism, sampler = self.mechanism, self.plan.sampler
-        most, expected = float(sampler.num_examples), float(sampler.expected_batch_size)
+        largest, expected = float(sampler.num_examples), float(sampler.expected_batch_size)
         if isinstance(sampler, TruncatedPoissonSampler):
-            most = float(sampler.max_batch_size)
+            largest = float(sampler.max_batch_size)
         elif isinstance(sampler, PoissonSampler):
             third = _TAIL / 3
-            most = min(most, expected + third + math.sqrt(third**2 + 2 * _TAIL * expected))
+            largest = min(largest, expected + third + math.sqrt(third**2 + 2 * _TAIL * expected))
         elif sampler.name == "fixed_size_without_replacement":
-            most = expected
+            largest = expected
         tail = _TAIL + math.log(2 * mechanism.num_directions)  # a union bound over K, both signs
         if mechanism.distribution == "gaussian":
             tail = math.sqrt(2 * tail)
         # 1e-6: values are rounded to float32 before they are compared
-        return mechanism.clip * (most + tail * mechanism.noise_multiplier) / expected * (1 + 1e-6)
+        return (
+            mechanism.clip * (largest + tail * mechanism.noise_multiplier) / expected * (1 + 1e-6)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-safe values; `from_dict` reads them."""
@@ -265,7 +267,7 @@ def check_probability(config: DPZeroConfig, offered: float | None, own: float) -
     """Refuses a probability that a server may not choose for a client.
 
     With a target epsilon the noise follows q, so any q will do that leaves it something to hide. With a
-    noise multiplier epsilon follows q, so the client's own q is the most it agreed to.
+    noise multiplier epsilon follows q, so the client's own q is the largest it agreed to.
 
     Args:
       config: the client's.
@@ -342,30 +344,32 @@ def check_plan(contract: Mapping[str, Any], local: LocalPlan) -> None:
     Raises:
       ContractError: names what differs.
     """
-    common, mechanism, sampler = contract["federated"], local.mechanism, local.plan.sampler
-    pairs = {
-        "rounds": (common["rounds"], local.rounds),
-        "participation": (common["participation"], local.participation),
-        "clip": (float(common["clip"]), mechanism.clip),
-        "noise_distribution": (common["noise_distribution"], mechanism.distribution),
-        "neighboring_relation": (common["neighboring_relation"], local.plan.relation),
-        "num_directions": (contract["num_directions"], mechanism.num_directions),
-        "method": ("dpzero", mechanism.name),
+    mechanism, sampler = local.mechanism, local.plan.sampler
+    common = {"num_directions": contract["num_directions"], "method": "dpzero"}
+    common |= contract["federated"]
+    declared: dict[str, str | float] = {
+        "rounds": local.rounds,
+        "participation": local.participation,
+        "clip": mechanism.clip,
+        "noise_distribution": mechanism.distribution,
+        "neighboring_relation": local.plan.relation,
+        "num_directions": mechanism.num_directions,
+        "method": mechanism.name,
+        "steps": local.plan.steps,
     }
-    if local.participation == "once":
-        pairs["rows of a round"] = (local.num_examples // local.rounds, sampler.num_examples)
-        pairs["steps"] = (1, local.plan.steps)
+    if local.participation == "once":  # a plan is of one block
+        common |= {"steps": 1, "rows of a round": local.num_examples // local.rounds}
+        declared["rows of a round"] = sampler.num_examples
     else:
-        pairs["sampling"] = (common["sampling"], sampler.name)
-        pairs["rows"] = (local.num_examples, sampler.num_examples)
-        pairs["steps"] = (local.rounds, local.plan.steps)
         expected = contract["sampling_probability"] * local.num_examples
+        common |= {"steps": local.rounds, "rows": local.num_examples, "expected batch": expected}
+        declared |= {"sampling": sampler.name, "rows": sampler.num_examples}
         if abs(mechanism.expected_batch_size - expected) > 1:  # a fixed size is rounded
-            pairs["expected batch"] = (expected, mechanism.expected_batch_size)
+            declared["expected batch"] = mechanism.expected_batch_size
     wrong = [
-        f"{name} {theirs} and not {ours}"
-        for name, (ours, theirs) in pairs.items()
-        if ours != theirs
+        f"{name} {value} and not {common[name]}"
+        for name, value in declared.items()
+        if value != common[name]
     ]
     if wrong:
         raise ContractError(

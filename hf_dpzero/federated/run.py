@@ -61,7 +61,7 @@ class Transport(Protocol):
           payloads: by address.
 
         Returns:
-          Answers by address, whatever they are; who failed or was too slow is missing.
+          Answers by address, not checked; who failed or was too slow is missing.
         """
         ...
 
@@ -191,7 +191,7 @@ class Rounds:
             time.sleep(0.2)
 
     def _invite(self) -> None:
-        """Takes in whoever is new; not again who declined, or gave no answer `ATTEMPTS` times."""
+        """Takes in clients that are new, but for those that declined or were silent `ATTEMPTS` times."""
         present = set(self.transport.present())
         # a connected member that answered when it was asked last; others may be gone by now
         answering = {
@@ -324,7 +324,7 @@ class ServerRun:
     Args:
       side: built from the recipe.
       folder: output_dir.
-      resume: go on with its ledgers.
+      resume: continue from its ledgers.
 
     Raises:
       ValueError: weights that were trained before, and that nobody declared public.
@@ -431,10 +431,10 @@ def run_in_process(settings: Settings, folder: Path, *, resume: bool = False) ->
     Args:
       settings: of the run.
       folder: output_dir.
-      resume: go on with its ledgers.
+      resume: continue from its ledgers.
 
     Returns:
-      The report.
+      The report (see `federated_report`), and under "left_out" who was there and took no part.
     """
     run = ServerRun(Side.build(settings, folder), folder, resume=resume)
     try:

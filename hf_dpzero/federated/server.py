@@ -20,7 +20,6 @@ from typing import Any
 from hf_dpzero.federated.messages import (
     ASK,
     BEHIND,
-    NAME,
     NOTHING,
     VALUES,
     Message,
@@ -33,6 +32,7 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
+from hf_dpzero.federated.node import NAME
 from hf_dpzero.federated.plan import ContractError, LocalPlan, check_plan, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
@@ -74,12 +74,12 @@ class RoundServer:
     """Keeps the run's ledger, its members and their messages; transport-free.
 
     A message is in `messages.ledger` before it counts, and a round's mean in `trajectory.ledger` before
-    any client hears of it: a server that is killed goes on from its folder (`resume`).
+    any client hears of it: a server that is killed continues from its folder (`resume`).
 
     Args:
       folder: of the run.
       contract: with a direction key (`setup.Side.start_server`).
-      resume: go on with the folder's ledgers, which must be of this contract.
+      resume: continue from the folder's ledgers, which must be of this contract.
 
     Attributes:
       taken: values that count in the open round so far, by member.
@@ -120,13 +120,7 @@ class RoundServer:
         return pack_json({"contract": self.trajectory.header})
 
     def join(self, raw: bytes | None) -> Member:
-        """Takes a client in, or back after it was away.
-
-        Args:
-          raw: what it answered to the invitation.
-
-        Returns:
-          The member.
+        """Takes a client in, or back after it was away, by its answer to the invitation.
 
         Raises:
           MessageError: malformed, or the client declined.
@@ -191,7 +185,7 @@ class RoundServer:
           released nothing in this round.
 
         Raises:
-          MessageError: refused; it is counted in the report, and the round goes on without it.
+          MessageError: refused; it is counted in the report, and the round is made without it.
         """
         if name not in self.members:
             self.strangers[name] += 1
@@ -263,7 +257,7 @@ class RoundServer:
         return sum(number < self.round and who == index for number, who in self.log.messages)
 
     def close(self) -> None:
-        """Lets another process go on with the folder."""
+        """Lets another process open the folder."""
         self._save_members()
         self.trajectory.close()
         self.log.close()

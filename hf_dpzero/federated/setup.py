@@ -90,15 +90,7 @@ class Settings:
 
 
 def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
-    """Returns the rows of a client: every n-th, so that sizes differ by one at most.
-
-    Args:
-      num_examples: N.
-      clients: n.
-      client: in [0, n).
-
-    Returns:
-      Indices, int64, increasing.
+    """Returns the rows of a client, int64, increasing: every n-th, so that sizes differ by one at most.
 
     Raises:
       PlanError: more clients than rows, which leaves some without any.
@@ -217,9 +209,7 @@ class Side:
         """Answers an invitation for a client of this process, and makes the client.
 
         Args:
-          name: of the client.
-          client: its number.
-          folder: its own.
+          name, client, folder: its name, its number among those of the recipe's rows, its own folder.
           invitation: `RoundServer.invitation`.
 
         Returns:

@@ -383,14 +383,6 @@ def test_shards_hold_every_row_once_and_none_is_empty():
 # ------------------------------------------------------------------ rows that come once
 
 
-def test_rows_that_come_once_pay_once(tmp_path):
-    _, server = ran(tmp_path, num_directions=2, **ONCE)
-    (row, *_) = federated_report(server, tmp_path / "clients")["clients"]
-    local = server.members[NAMES[0]].local
-    assert row["released"] == 4 and row["epsilon"] == local.plan.epsilon(1e-3)
-    assert local.plan.steps == 1 and row["expected_batch_size"] == 5
-
-
 def test_rows_that_come_once_keep_their_order_from_start_to_start(tmp_path):
     """In another order, a row of block 0 could come again in block 1."""
     data, name, folder = tiny_data(24), NAMES[0], client_folder(tmp_path)
