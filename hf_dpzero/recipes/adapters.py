@@ -85,6 +85,7 @@ def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICA
     """
     import peft
 
+    # PEFT would put weights of the same shapes onto any head.
     saved = json.loads((Path(folder) / ADAPTER_FILE).read_text(encoding="utf-8"))
     kinds = _PREFIX_TASK_TYPES if saved.get("peft_type") == "PREFIX_TUNING" else _TASK_TYPES
     if saved.get("task_type") != kinds[head]:
@@ -99,6 +100,7 @@ def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICA
 def _only_biases_(model: PreTrainedModel, head: str) -> PreTrainedModel:
     """BitFit (Ben Zaken et al. 2022): trains the biases, and a classification head."""
     names = [name for name, _ in model.named_parameters()]
+    # A fresh head is trained whole; a pretrained one is part of the model, whose biases alone move.
     of_head = {n for n in names if head == _CLASSIFICATION and n.split(".")[0] in HEAD_NAMES}
     biases = {name for name in names if name.endswith("bias")}
     if not biases - of_head:
@@ -117,6 +119,7 @@ def _with_lora(model: PreTrainedModel, arguments: ModelArguments, head: str) -> 
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     targets = arguments.lora_target_modules or None
+    # PEFT knows modules by the type of a model, and ours is not among them: its encoder is.
     if targets is None and isinstance(model, SentenceClassifier):
         kind = model.config.encoder.model_type
         if kind not in KNOWN:
@@ -126,12 +129,13 @@ def _with_lora(model: PreTrainedModel, arguments: ModelArguments, head: str) -> 
         task_type=_TASK_TYPES[head],
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,  # type: ignore[arg-type]
-        lora_dropout=0.0,
+        lora_dropout=0.0,  # both losses of a difference must see the same model
         target_modules=targets,
     )
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
+        # By their last names, as lora_target_modules takes them; Conv1D is GPT-2's linear layer.
         kinds = {
             name.rsplit(".", 1)[-1]: module
             for name, module in model.named_modules()
@@ -211,7 +215,9 @@ def _draw_adapters_(model: nn.Module, generator: torch.Generator) -> None:
     classifier is N(0, 1).
     """
     drawn_parts = ("lora_A", "prompt_encoder", "lora_embedding_B")
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(
+        model.named_parameters()
+    ):  # the order of the draws is part of what replay rebuilds
         if not any(part in name for part in drawn_parts):
             continue
         drawn = torch.empty_like(parameter, device="cpu")

@@ -149,7 +149,7 @@ class ModelArguments:
             raise ValueError(
                 f"max_memory={self.max_memory!r} is no mapping: {{0: 20GiB, cpu: 100GiB}}."
             )
-        if self.device_map is None:
+        if self.device_map is None:  # what is below is about weights that live in several places
             return
         places = set(self.device_map.values()) if isinstance(self.device_map, dict) else set()
         if "disk" in places and self.offload_folder is None:

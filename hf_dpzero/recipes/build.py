@@ -38,7 +38,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     check_objective(recipe)
     check_installed(recipe.training)
     task = build_task(recipe.data)
-    recipe.training.plan(len(task.splits["train"]))
+    recipe.training.plan(len(task.splits["train"]))  # refuses before minutes are spent on encoding
     refuse_training_texts(task)
     model, tokenizer = load_model(recipe.model, task)
     check_context(model, recipe)
@@ -129,6 +129,7 @@ def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:
     from hf_dpzero.checks.evaluation_rows import PrivateRows
     from hf_dpzero.tasks import build_task
 
+    # Rows that its subset left out are as private as those that it drew.
     whole = dataclasses.replace(
         data, max_train_samples=None, num_examples_per_class=None, num_demonstrations=0
     )
@@ -202,5 +203,6 @@ def load_trained(
     folder = Path(arguments.model_name_or_path)
     if not (folder / ADAPTER_FILE).is_file():
         return load_model(arguments, task)
+    # PEFT's file names a base too, perhaps a path of the machine that it was trained on.
     of_base = dataclasses.replace(arguments, model_name_or_path=base)
     return load_model(of_base, task, adapter=str(folder))

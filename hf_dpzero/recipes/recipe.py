@@ -107,10 +107,14 @@ def build_recipe(
       ValueError: see `load_recipe`.
     """
     values: dict[str, Any] = {}
-    for file, written in chain:
+    for (
+        file,
+        written,
+    ) in chain:  # converted file by file, so that an error names the one it stands in
         values.update(coerce_fields(_with_task_beside(written, file), str(file)))
     values.update(coerce_fields(overrides, COMMAND_LINE))
     model, data, training = recipe_parser().build(values, source)
+    # The groups are the trainer's setting, and their column is the task's to keep.
     if training.group_column is not None:
         data = dataclasses.replace(data, keep_column=training.group_column)
     return Recipe(model=model, data=data, training=training, values=values)
@@ -118,6 +122,7 @@ def build_recipe(
 
 def _with_task_beside(written: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     """A recipe's own keys, with the path of a task file that lies beside the recipe."""
+    # As `extends`, and unlike data files: a recipe and its task file are copied together.
     task = written.get("task")
     if isinstance(task, str) and task.endswith(SUFFIXES) and (file.parent / task).is_file():
         return {**written, "task": str(file.parent / task)}
@@ -125,7 +130,7 @@ def _with_task_beside(written: Mapping[str, Any], file: Path) -> Mapping[str, An
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The raw keys and values of a recipe and what it extends, types as YAML gives them.
+    """Reads the raw keys and values of a recipe and what it extends, types as YAML gives them.
 
     Raises:
       FileNotFoundError: no such file.
@@ -163,7 +168,7 @@ def recipe_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, d
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a recipe is lines of `key: value`, this file holds {values!r}.")
-    values = {str(key): value for key, value in values.items()}
+    values = {str(key): value for key, value in values.items()}  # YAML has keys that are numbers
     if EXTENDS not in values:
         return [(path, values)]
     extends = values.pop(EXTENDS)
@@ -248,6 +253,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
 def _may_stand_alone(key: str) -> bool:
     """Whether `--key` without a value means true; an unknown key is refused elsewhere."""
     members = _members(recipe_parser().hints.get(key, bool))
+    # Typed as text, and `--resume_from_checkpoint` alone means the last one.
     return bool in members or key == "resume_from_checkpoint"
 
 
@@ -270,7 +276,7 @@ def coerce_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 @functools.cache
 def recipe_parser() -> RecipeParser:
-    """The parser of recipes; imports transformers on the first call."""
+    """Returns the parser of recipes, made on the first call."""
     from hf_dpzero.settings.config import DPZeroConfig
 
     return RecipeParser((ModelArguments, DataArguments, DPZeroConfig))
@@ -341,6 +347,7 @@ class RecipeParser(HfArgumentParser):
         if null and type(None) in members:
             # `report_to: none` is Hugging Face's word for nowhere, not an absent value
             return text if key == "report_to" else None
+        # A command line writes lists and mappings as YAML's flow style.
         if text and text.lstrip()[:1] in ("[", "{") and origins & {list, dict}:
             value = parse_yaml(text)
         elif text and "," in text and key == "report_to":
@@ -363,6 +370,7 @@ class RecipeParser(HfArgumentParser):
             return getattr(self.parse_args([f"--{key}", *map(str, items)]), key)
         if value is None:
             raise ValueError("null is no value of this field")
+        # What YAML typed right stays as it is: argparse would print and read it again.
         if type(value) in members and not action.choices:
             converted = value
         elif action.type is str and text is None:
@@ -370,6 +378,7 @@ class RecipeParser(HfArgumentParser):
         else:
             word = _whole(value) if action.type is int else str(value)
             converted = getattr(self.parse_args([f"--{key}={word}"]), key)
+        # Every comparison with NaN is false, so it would pass the checks of ranges.
         if isinstance(converted, float) and math.isnan(converted):
             raise ValueError("NaN is not a number that a setting can have")
         return converted
@@ -408,7 +417,7 @@ def _not_text(value: Any) -> str:
 
 def _whole(value: Any) -> str:
     """Digits of a whole number, exact at any size, also from `0x1f`, 1e4 or "1e4"."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # before any float, which has 53 bits: keys have 128
         return str(int(str(value), 0))
     with contextlib.suppress(ValueError, OverflowError):
         if float(value).is_integer() and not isinstance(value, bool):

@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Literal
 
+from hf_dpzero.shipped import shipped_folder
 from hf_dpzero.values import parse_yaml
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ ENCODER, DECODER, CHAT = (
     "facebook/opt-1.3b",
     "Qwen/Qwen2.5-0.5B-Instruct",
 )
-_HEAD, _WHOLE = 200, 10_000  # steps
+_HEAD, _WHOLE = 200, 10_000  # steps; a head alone needs fewer
 _CHOSEN = (
     "learning_rate, clip and num_directions (K) are left out: they are chosen from the plan and the",
     "model. The clip adapts privately, K is 32 for a head on a frozen encoder and 1 for a whole model,",
@@ -214,6 +216,7 @@ class Starter:
             model["architecture"] = "sentence_classifier"
             if len(texts) == 2:
                 model["pair_features"] = "siamese"
+            # Unit vectors make small logits: without a scale no direction moves a loss by much.
             model |= {"head_init": "zero", "logit_scale": 10.0, "precompute_features": True}
             model["trainable"] = "^classifier"
         task_file = f"{stem}-task.yaml"
@@ -280,38 +283,35 @@ class Starter:
                 "rows of answers are scored by a recipe's task: leave --script out, or start from "
                 "scripts/examples/question_answering.py."
             )
-        body, default = _CHATS, CHAT
-        if kind == "classification":
-            body, default = _CLASSIFICATION, "FacebookAI/roberta-base"
+        classes = kind == "classification"
+        default = "FacebookAI/roberta-base" if classes else CHAT
         renamed = ""
         if kind == "completion":  # TRL knows completions by these names
             given = {self.columns.texts[0]: "prompt", str(self.columns.label): "completion"}
             changed = {old: new for old, new in given.items() if old != new}
             renamed = f".rename_columns({changed!r})" if changed else ""
-        suffix = Path(self.train_file).suffix.lower()
+        readers = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+        suffix = Path(self.train_file).suffix
         privacy = {**self._privacy(64), "max_steps": _WHOLE}
         settings = "".join(
             f"    {key}={json.dumps(value)},{f'  # {_COMMENTS[key]}' if key in _COMMENTS else ''}\n"
             for key, value in privacy.items()
         )
-        words = {
-            "<TRAIN>": json.dumps(self.train_file),
-            "<PUBLIC>": json.dumps(self._public),
-            "<MODEL>": json.dumps(self.model or default),
-            "<KIND>": {".csv": '"csv"', ".tsv": '"csv"', ".parquet": '"parquet"'}.get(
-                suffix, '"json"'
-            ),
-            "<TABS>": ', sep="\\t"' if self.train_file.endswith(".tsv") else "",
-            "<TEXTS>": ", ".join(f"row[{json.dumps(name)}]" for name in self.columns.texts),
-            "<LABEL>": json.dumps(self.columns.label),
-            "<SETTINGS>": settings,
-            "<COLUMNS>": str(self.columns),
-            "<OUT>": json.dumps(f"out/{Path(self.train_file).stem}"),
-            "<RENAMED>": renamed,
-        }
-        for mark, text in words.items():
-            body = body.replace(mark, text)
-        return body
+        file = "classification.py.txt" if classes else "chats.py.txt"
+        template = (shipped_folder("configs") / "starters" / file).read_text(encoding="utf-8")
+        return Template(template).substitute(
+            train=json.dumps(self.train_file),
+            public=json.dumps(self._public),
+            model=json.dumps(self.model or default),
+            kind=json.dumps(readers.get(suffix.lower(), "json")),
+            tabs=', sep="\\t"' if suffix == ".tsv" else "",
+            texts=", ".join(f"row[{json.dumps(name)}]" for name in self.columns.texts),
+            label=json.dumps(self.columns.label),
+            settings=settings,
+            columns=str(self.columns),
+            out=json.dumps(f"out/{Path(self.train_file).stem}"),
+            renamed=renamed,
+        )
 
 
 def _line(key: str, value: Setting) -> str:
@@ -323,82 +323,6 @@ def _scalar(value: Setting) -> str:
     """A value in YAML; words that need no quotes have none."""
     if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) and parse_yaml(value) == value:
         return value
-    if isinstance(value, float):
+    if isinstance(value, float):  # 1e-05 is JSON, and a text in YAML 1.1
         return f"{value:.1e}" if value < 0.01 else repr(value)
     return json.dumps(value, ensure_ascii=False)
-
-
-_HEADER = '''\
-"""Private fine-tuning on <COLUMNS>; written by `hf-dpzero init --script`."""
-
-from datasets import load_dataset
-'''
-_ARGUMENTS = """\
-# learning_rate, clip and num_directions are chosen from this plan and the model (docs/guide.md); what
-# you write down counts.
-args = DPZeroConfig(
-    output_dir=<OUT>,
-<SETTINGS>    save_strategy="no",
-    logging_steps=50,
-)
-"""
-_END = """\
-trainer.train()
-trainer.save_model()
-print(trainer.evaluate())
-print(trainer.privacy_report())
-"""
-_ROWS = """\
-files = {"train": <TRAIN>, "validation": <PUBLIC>}  # private rows; public rows, none of them private
-data = load_dataset(<KIND>, data_files=files<TABS>)<RENAMED>
-"""
-_CLASSIFICATION = f"""\
-{_HEADER}from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-from hf_dpzero import DPZeroConfig, DPZeroTrainer
-
-{_ROWS}
-names = sorted(set(map(str, data["validation"][<LABEL>])))  # the model's configuration publishes them
-numbers = {{name: number for number, name in enumerate(names)}}
-tokenizer = AutoTokenizer.from_pretrained(<MODEL>)
-model = AutoModelForSequenceClassification.from_pretrained(
-    <MODEL>, id2label=dict(enumerate(names)), label2id=numbers
-)
-
-
-def encode(row):
-    encoded = tokenizer(<TEXTS>, truncation=True, max_length=128)
-    return {{**encoded, "labels": numbers[str(row[<LABEL>])]}}
-
-
-def accuracy(prediction):
-    right = prediction.predictions.argmax(-1) == prediction.label_ids
-    return {{"accuracy": float(right.mean())}}
-
-
-rows = data.map(encode, remove_columns=data["train"].column_names)
-{_ARGUMENTS}
-trainer = DPZeroTrainer(
-    model=model,
-    args=args,
-    train_dataset=rows["train"],
-    eval_dataset=rows["validation"],
-    processing_class=tokenizer,
-    compute_metrics=accuracy,
-)
-{_END}"""
-_CHATS = f"""\
-{_HEADER}from peft import LoraConfig
-
-from hf_dpzero import DPZeroConfig, DPZeroTrainer
-
-{_ROWS}
-{_ARGUMENTS}
-trainer = DPZeroTrainer(
-    model=<MODEL>,
-    args=args,
-    train_dataset=data["train"],
-    eval_dataset=data["validation"],
-    peft_config=LoraConfig(r=8, task_type="CAUSAL_LM"),
-)
-{_END}"""

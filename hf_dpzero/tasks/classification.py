@@ -170,6 +170,7 @@ def _encode(
 ) -> dict[str, list[Any]]:
     """Both texts together, or with `apart` as input_ids, ... and input_ids_pair, ..."""
     texts = [rows[column] for column in columns]
+    # The tokenizer joins two texts of one call, with its separators and token types.
     groups = [[text] for text in texts] if apart else [texts]
     first, *second = (tokenizer(*g, truncation=True, max_length=max_length) for g in groups)
     pair = {key + PAIR_SUFFIX: value for columns in second for key, value in columns.items()}

@@ -160,7 +160,7 @@ def evaluate_metric(name: str) -> evaluate.Metric:
 
 
 def squad_normalized(text: str) -> str:
-    """Lower case, no ASCII punctuation, then no articles, single spaces; in this order.
+    """Returns lower case without ASCII punctuation, then without articles, with single spaces.
 
     >>> squad_normalized("The U.S.  Navy's a-b, an A!")
     'us navys ab'
@@ -191,7 +191,7 @@ def _squad(prediction: str, golds: Sequence[str]) -> tuple[float, float]:
 
 
 def drop_normalized(span: str) -> str:
-    """Lower-case words between spaces and hyphens; numbers as floats, no articles.
+    """Returns the lower-case words between spaces and hyphens; numbers as floats, no articles.
 
     A word keeps its punctuation only if it is a number as it stands: "3.5" is 3.5 but "$3.5" is 35.
 

@@ -143,10 +143,11 @@ class PromptTask(ABC):
                 "no clip bounds them: they are for evaluation, tokenize(..., only='validation')."
             )
         settings = {
-            "task": dataclasses.replace(self, splits=datasets.DatasetDict()),
+            "task": dataclasses.replace(self, splits=datasets.DatasetDict()),  # rows have their own
             "encoder": self.encoder(tokenizer),
             "version": __version__,  # the fingerprint does not see how this package's code changes
         }
+        # A row is known by its place among all splits, also those that are not wanted now.
         encoded, start = datasets.DatasetDict(), 0
         for split, rows in self.splits.items():
             if only in (None, split):
@@ -254,6 +255,7 @@ def prompt_of(data: DataArguments, description: TaskDescription) -> tuple[Prompt
     words = tuple(data.label_words) if data.label_words is not None else known.label_words
     text = (known.template if data.template is None else data.template).rstrip("\n")
     template = checked_template(text, kind, tuple(description.fields), description.optional_fields)
+    # A template of the recipe's own may leave out the field that the task's would cut.
     passage = known.passage if known.passage in template.used_fields else None
     return Prompt(template=text, label_words=words, passage=passage, source=known.source), template
 
@@ -267,7 +269,9 @@ def padded(rows: Sequence[Tensor], value: int, side: str, most: int | None = Non
     """
     longest = max(row.numel() for row in rows)
     length = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
-    length = max(longest, min(length, most or length))
+    length = max(
+        longest, min(length, most or length)
+    )  # never beyond what the model has positions for
     padded_rows = torch.full((len(rows), length), value, dtype=torch.int64)
     for target, row in zip(padded_rows, rows, strict=True):
         part = slice(None, row.numel()) if side == "right" else slice(length - row.numel(), None)

@@ -113,6 +113,7 @@ def gold_answers(value: Any) -> Golds:
         return [v for v in (value if isinstance(value, list) else [value]) if v is not None]
 
     golds = [[str(span) for span in listed(spans)] for spans in listed(value)]
+    # Annotators mostly agree: the same answer three times would be scored three times.
     distinct = {tuple(spans): spans for spans in golds if any(span.strip() for span in spans)}
     return list(distinct.values())
 

@@ -161,5 +161,6 @@ def _messages(situations: tuple[str, ...], fillings: Fillings) -> Iterator[str]:
     parts = (situations, fillings.openings, fillings.closings, fillings.people, times)
     for situation, opening, closing, person, (past, future) in itertools.product(*parts):
         core = situation.format(who=person, past=past, future=future)
+        # A message without an opening begins with the situation, as a sentence does.
         first = core if opening else core[0].upper() + core[1:]
         yield " ".join(part for part in (opening, f"{first}.", closing) if part)

@@ -190,6 +190,7 @@ def _load_hub(source: HubSource) -> datasets.DatasetDict:
             f"fetch it once with `hf download {source.name} --repo-type dataset{revision}`, or set "
             "train_file and validation_file to local files."
         ) from error
+    # "test" stands in where nothing was named: of some data sets "validation" does not exist.
     held_out = source.validation
     if held_out == "train":
         raise ValueError(
@@ -287,6 +288,7 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
       ValueError: a class has fewer rows than num_examples_per_class, and no
         `allow_fewer_per_class`.
     """
+    # Each split has a stream of its own, so that a limit of one does not move the other's rows.
     kept, sizes = datasets.DatasetDict(), (data.max_train_samples, data.max_eval_samples)
     for index, (split, size) in enumerate(zip(("train", "validation"), sizes, strict=True)):
         generator = np.random.Generator(np.random.PCG64([data.subset_seed, index]))

@@ -104,25 +104,19 @@ def test_to_yaml_round_trips_and_keeps_no_secret(write):
 
 def test_a_recipe_lays_its_keys_over_those_it_extends(tmp_path, write):
     (tmp_path / "bases").mkdir()
-    (tmp_path / "bases" / "_model.yaml").write_text(
-        "model_name_or_path: some/model\nclip: 5\nmax_seq_length: 32\nmax_train_samples: 9\n"
-    )
-    (tmp_path / "bases" / "_task.yaml").write_text(
-        "extends: _model.yaml\ntask: sst2\nclip: 4\nmax_seq_length: 64\n"
-    )
-    (tmp_path / "_arm.yaml").write_text("max_seq_length: 16\nclip: 2.0\ntarget_delta: 1e-4\n")
-    recipe = load_recipe(
-        write(
-            "extends: [_arm.yaml, bases/_task.yaml]\ntarget_epsilon: 2\ntarget_delta: 1e-5\nclip: 3\n"
-            "max_train_samples: null\nmax_steps: 7\nuse_cpu: true\n"
-        ),
-        {"max_steps": 6},
-    )
+    for name, text in {
+        "bases/_model.yaml": "model_name_or_path: some/model\nclip: 5\nmax_seq_length: 32\n",
+        "bases/_task.yaml": "extends: _model.yaml\ntask: sst2\nclip: 4\nmax_seq_length: 64\n",
+        "_arm.yaml": "max_seq_length: 16\nclip: 2.0\ntarget_delta: 1e-4\nmax_train_samples: 9\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    own = "target_epsilon: 2\ntarget_delta: 1e-5\nclip: 3\nmax_train_samples: null\nmax_steps: 7\n"
+    path = write(f"extends: [_arm.yaml, bases/_task.yaml]\n{own}use_cpu: true\n")
+    recipe = load_recipe(path, {"max_steps": 6})
     assert recipe.model.model_name_or_path == "some/model"
     assert (recipe.data.task, recipe.data.max_seq_length) == ("sst2", 64)  # the later file wins
-    assert recipe.training.clip == 3.0
+    assert (recipe.training.clip, recipe.training.max_steps) == (3.0, 6)
     assert recipe.data.max_train_samples is None
-    assert recipe.training.max_steps == 6
 
 
 def test_what_is_written_down_stands_alone(tmp_path, write):

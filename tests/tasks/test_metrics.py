@@ -20,14 +20,6 @@ from hf_dpzero.tasks.metrics import (
 )
 
 
-def macro_f1(predictions: Any, references: Any) -> float:
-    return classification_scores(predictions, references, "macro_f1")["macro_f1"]
-
-
-def exact_match(prediction: Any, golds: Any, metric: str) -> float:
-    return answer_scores([prediction], [golds], metric)["exact_match"]
-
-
 def test_accuracy_is_the_share_of_equal_entries():
     found = classification_scores(np.array([0, 2, 1, 1]), np.array([0, 1, 1, 1]), "accuracy")
     assert found == {"accuracy": 0.75}
@@ -43,32 +35,28 @@ def test_macro_f1_counts_every_class_the_same():
     assert found == {"accuracy": 0.9, "macro_f1": pytest.approx(9 / 19)}
 
 
-EDGES = {
-    "all right": ([0, 1, 2], [0, 1, 2]),
-    "all wrong": ([1, 2, 0], [0, 1, 2]),
-    "one class": ([3, 3], [3, 3]),
-    "one row, wrong": ([1], [0]),
-    "a class only predicted": ([0, 5, 1], [0, 1, 1]),
-    "a class never predicted": ([0, 0, 0], [0, 1, 2]),
-    "gaps and negative labels": ([-1, 7, 7, 100], [7, 7, -1, 100]),
-}
+def drawn(classes: int) -> tuple[np.ndarray, np.ndarray]:
+    predictions, references = np.random.default_rng(classes).integers(classes, size=(2, 50))
+    return predictions, references
 
 
-@pytest.mark.parametrize("name", EDGES)
-def test_macro_f1_is_that_of_scikit_learn_at_the_edges(name):
-    predictions, references = (np.array(row) for row in EDGES[name])
+@pytest.mark.parametrize(
+    ("predictions", "references"),
+    [
+        ([0, 1, 2], [0, 1, 2]),  # all right
+        ([1, 2, 0], [0, 1, 2]),  # all wrong
+        ([3, 3], [3, 3]),
+        ([1], [0]),
+        ([0, 5, 1], [0, 1, 1]),  # a class that is only predicted
+        ([0, 0, 0], [0, 1, 2]),  # classes that are never predicted
+        ([-1, 7, 7, 100], [7, 7, -1, 100]),
+        *map(drawn, (2, 3, 6, 40)),
+    ],
+)
+def test_macro_f1_is_that_of_scikit_learn(predictions, references):
     expected = f1_score(references, predictions, average="macro")
-    assert macro_f1(predictions, references) == pytest.approx(expected, abs=1e-15)
-
-
-def test_macro_f1_is_that_of_scikit_learn():
-    generator, seen = np.random.default_rng(0), set()
-    for classes in (2, 3, 6, 40):
-        predictions, references = generator.integers(classes, size=(2, 50))
-        expected = f1_score(references, predictions, average="macro")
-        assert macro_f1(predictions, references) == pytest.approx(expected, abs=1e-15)
-        seen.add(round(expected, 6))
-    assert len(seen) == 4
+    found = classification_scores(predictions, references, "macro_f1")["macro_f1"]
+    assert found == pytest.approx(expected, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +74,8 @@ def test_what_is_not_a_class_is_refused(predictions, references, message):
         classification_scores(predictions, references, "accuracy")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+NORMALIZED = {
+    squad_normalized: [
         ("The Eiffel  Tower!", "eiffel tower"),
         ("a cat, an owl; the end", "cat owl end"),
         ("theatre another banana", "theatre another banana"),  # articles are whole words
@@ -102,48 +89,7 @@ def test_what_is_not_a_class_is_refused(predictions, references, message):
         ("The", ""),
         ("", ""),
     ],
-)
-def test_squad_normalisation(text, expected):
-    assert squad_normalized(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("prediction", "golds", "exact", "f1"),
-    [
-        ("October 1973", ["October 1973"], 1, 1),
-        ("the october, 1973.", ["October 1973", "1973"], 1, 1),
-        # precision 1/3, recall 1; against "spring" nothing: the best counts
-        ("in early 1973", ["spring", "1973"], 0, 1 / 2),
-        # bags: {to: 2, be: 2, or, not} and {to: 1, be: 1} -> 2 * 2 / (6 + 2)
-        ("to be or not to be", ["to be"], 0, 1 / 2),
-        # multiplicity: {no: 3} and {no: 1} -> 2 * 1 / (3 + 1)
-        ("no no no", ["no"], 0, 1 / 2),
-        ("no no no", ["no no"], 0, 4 / 5),
-        ("1973 October", ["October 1973"], 0, 1),  # order matters to the exact match only
-        ("Café", ["cafe"], 0, 0),  # accents are kept
-        ("Königsberg, Preußen", ["KÖNIGSBERG"], 0, 2 / 3),
-        ("", ["Paris"], 0, 0),
-        ("the ...", ["Paris", "An"], 1, 0),  # two empty bags share no word (v1.1)
-        ("", [""], 1, 0),
-    ],
-)
-def test_squad_scores_by_hand(prediction, golds, exact, f1):
-    assert exact_match(prediction, golds, "squad") == exact
-    assert answer_f1(prediction, golds, "squad") == pytest.approx(f1)
-    assert answer_f1(prediction, golds[::-1], "squad") == answer_f1(prediction, golds, "squad")
-
-
-def test_squad_means_over_rows_are_fractions():
-    predictions = ["Paris", "in early 1973", "", "東京"]
-    references = [["paris", "Paris, France"], ["1973"], ["Bonn"], ["東京", "京都", "大阪"]]
-    # exact: 1, 0, 0, 1; F1: 1, 1/2, 0, 1
-    for said in (predictions, tuple(predictions), np.array(predictions)):
-        assert answer_scores(said, references, "squad") == {"exact_match": 0.5, "f1": 0.625}  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("span", "expected"),
-    [
+    drop_normalized: [
         ("12", "12.0"),
         ("12.00", "12.0"),
         (" 1.2e1 ", "12.0"),
@@ -164,97 +110,121 @@ def test_squad_means_over_rows_are_fractions():
         ("The -  a", ""),
         ("", ""),
     ],
-)
-def test_drop_normalisation(span, expected):
-    assert drop_normalized(span) == expected
+}
 
 
 @pytest.mark.parametrize(
-    ("prediction", "gold", "exact", "f1"),
-    [
-        # one span
-        ("61", "61.0", 1, 1),
-        ("10", "ten", 0, 0),  # digits are not words
-        ("ten", "10", 0, 0),
-        ("The Bears.", "bears", 1, 1),
-        ("61-yard", "61 YARD", 1, 1),
-        ("61", "61-yard", 0, 0.67),  # precision 1, recall 1/2: 2/3
-        ("field goal", "goal field", 0, 1),
-        ("goal goal goal", "goal", 0, 1),  # words are sets, unlike SQuAD's bags
-        ("Bay", "Green Bay Packers", 0, 0.5),  # precision 1, recall 1/3
-        # numbers of the gold answer must be met
-        ("yards", "36 yards", 0, 0),
-        ("35 yards", "36 yards", 0, 0),
-        ("36 yards", "yards", 0, 0.67),  # but more numbers than it has only cost precision
-        ("36 meters", "36 yards", 0, 0.5),  # and a met number counts as one word
-        ("7 of 9", "5 or 7", 0, 0.33),  # one number of several is enough: 1/3, 1/3
-        # emptiness
-        ("", "army", 0, 0),
-        ("the", "a", 1, 1),  # unlike SQuAD's
-        ([], "army", 0, 0),
-        # several spans
-        (["Bears", "Jets"], ["Jets", "Bears"], 1, 1),
-        (["Jets"], ["Jets", "Bears"], 0, 0.5),
-        (["Jets", "Bears"], ["Jets"], 0, 0.5),
-        ("Jets", ["Jets", "Jets"], 0, 0.5),  # a span is matched once
-        (["Jets", "Jets", "Bears"], ["Jets", "Bears", "Bears"], 1, 0.67),  # the script's own oddity
-        # one span with the words of both: precision 1/2, recall 1 with either, halved
-        ("Ann Lee Bob Ray", ["Ann Lee", "Bob Ray"], 0, 0.33),
-        # swapped surnames: every pair shares one of two words
-        (["Ann Ray", "Bob Lee"], ["Ann Lee", "Bob Ray"], 0, 0.5),
-        # best: "x y"-"x y" 1 and "x"-"x z" 2/3; greedy in order gives "x"-"x y" first, then "x z"
-        (["x", "x y"], ["x y", "x z"], 0, 0.83),
-        # 5-5 yard 2/3 and 8 yard-9 yard 0, of 3 spans: 2/9
-        (["5", "8 yard", "z"], ["5 yard", "9 yard"], 0, 0.22),
-    ],
+    ("rule", "text", "expected"),
+    [(rule, *case) for rule, cases in NORMALIZED.items() for case in cases],
 )
-def test_drop_scores_by_hand(prediction, gold, exact, f1):
-    assert exact_match(prediction, [gold], "drop") == exact
-    assert answer_f1(prediction, [gold], "drop") == f1
+def test_normalisation(rule, text, expected):
+    assert rule(text) == expected
+
+
+SQUAD = [
+    ("October 1973", ["October 1973"], 1, 1),
+    ("the october, 1973.", ["October 1973", "1973"], 1, 1),
+    # precision 1/3, recall 1; against "spring" nothing: the best counts
+    ("in early 1973", ["spring", "1973"], 0, 1 / 2),
+    # bags: {to: 2, be: 2, or, not} and {to: 1, be: 1} -> 2 * 2 / (6 + 2)
+    ("to be or not to be", ["to be"], 0, 1 / 2),
+    # multiplicity: {no: 3} and {no: 1} -> 2 * 1 / (3 + 1)
+    ("no no no", ["no"], 0, 1 / 2),
+    ("no no no", ["no no"], 0, 4 / 5),
+    ("1973 October", ["October 1973"], 0, 1),  # order matters to the exact match only
+    ("Café", ["cafe"], 0, 0),  # accents are kept
+    ("Königsberg, Preußen", ["KÖNIGSBERG"], 0, 2 / 3),
+    ("", ["Paris"], 0, 0),
+    ("the ...", ["Paris", "An"], 1, 0),  # two empty bags share no word (v1.1)
+    ("", [""], 1, 0),
+]
+DROP = [  # with one gold answer
+    # one span
+    ("61", "61.0", 1, 1),
+    ("10", "ten", 0, 0),  # digits are not words
+    ("ten", "10", 0, 0),
+    ("The Bears.", "bears", 1, 1),
+    ("61-yard", "61 YARD", 1, 1),
+    ("61", "61-yard", 0, 0.67),  # precision 1, recall 1/2: 2/3
+    ("field goal", "goal field", 0, 1),
+    ("goal goal goal", "goal", 0, 1),  # words are sets, unlike SQuAD's bags
+    ("Bay", "Green Bay Packers", 0, 0.5),  # precision 1, recall 1/3
+    # numbers of the gold answer must be met
+    ("yards", "36 yards", 0, 0),
+    ("35 yards", "36 yards", 0, 0),
+    ("36 yards", "yards", 0, 0.67),  # but more numbers than it has only cost precision
+    ("36 meters", "36 yards", 0, 0.5),  # and a met number counts as one word
+    ("7 of 9", "5 or 7", 0, 0.33),  # one number of several is enough: 1/3, 1/3
+    # emptiness
+    ("", "army", 0, 0),
+    ("the", "a", 1, 1),  # unlike SQuAD's
+    ([], "army", 0, 0),
+    # several spans
+    (["Bears", "Jets"], ["Jets", "Bears"], 1, 1),
+    (["Jets"], ["Jets", "Bears"], 0, 0.5),
+    (["Jets", "Bears"], ["Jets"], 0, 0.5),
+    ("Jets", ["Jets", "Jets"], 0, 0.5),  # a span is matched once
+    (["Jets", "Jets", "Bears"], ["Jets", "Bears", "Bears"], 1, 0.67),  # the script's own oddity
+    # one span with the words of both: precision 1/2, recall 1 with either, halved
+    ("Ann Lee Bob Ray", ["Ann Lee", "Bob Ray"], 0, 0.33),
+    # swapped surnames: every pair shares one of two words
+    (["Ann Ray", "Bob Lee"], ["Ann Lee", "Bob Ray"], 0, 0.5),
+    # best: "x y"-"x y" 1 and "x"-"x z" 2/3; greedy in order gives "x"-"x y" first, then "x z"
+    (["x", "x y"], ["x y", "x z"], 0, 0.83),
+    # 5-5 yard 2/3 and 8 yard-9 yard 0, of 3 spans: 2/9
+    (["5", "8 yard", "z"], ["5 yard", "9 yard"], 0, 0.22),
+]
+ANNOTATORS = [  # with several, of which the best counts
+    # the best annotator counts
+    ("4", [["4"], ["four", "five"], "5 yards"], 1, 1),
+    ("five", [["4"], ["four", "five"], "5 yards"], 0, 0.5),
+    ("5", [["4"], ["four", "five"], "5 yards"], 0, 0.67),
+    ("6", [["4"], ["four", "five"], "5 yards"], 0, 0),
+    # some annotators left nothing, which is never matched
+    ("", ["  ", ["4"], []], 0, 0),
+    ("4", ["  ", ["4"], []], 1, 1),
+    ([], [[]], 0, 0),
+    # a date is a span: its day, month and year joined
+    ("August 17", [["17 August "], ["August"], ["17"]], 0, 1),
+    ("17 August", [["17 August "], ["August"], ["17"]], 1, 1),
+]
 
 
 @pytest.mark.parametrize(
-    ("prediction", "golds", "exact", "f1"),
+    ("metric", "prediction", "golds", "exact", "f1"),
     [
-        # the best annotator counts
-        ("4", [["4"], ["four", "five"], "5 yards"], 1, 1),
-        ("five", [["4"], ["four", "five"], "5 yards"], 0, 0.5),
-        ("5", [["4"], ["four", "five"], "5 yards"], 0, 0.67),
-        ("6", [["4"], ["four", "five"], "5 yards"], 0, 0),
-        # some annotators left nothing, which is never matched
-        ("", ["  ", ["4"], []], 0, 0),
-        ("4", ["  ", ["4"], []], 1, 1),
-        ([], [[]], 0, 0),
-        # a date is a span: its day, month and year joined
-        ("August 17", [["17 August "], ["August"], ["17"]], 0, 1),
-        ("17 August", [["17 August "], ["August"], ["17"]], 1, 1),
+        *(("squad", *case) for case in SQUAD),
+        *(("drop", said, [gold], *scores) for said, gold, *scores in DROP),
+        *(("drop", *case) for case in ANNOTATORS),
     ],
 )
-def test_drop_takes_the_best_annotator(prediction, golds, exact, f1):
-    assert (exact_match(prediction, golds, "drop"), answer_f1(prediction, golds, "drop")) == (
-        exact,
-        f1,
-    )
+def test_scores_by_hand(metric, prediction, golds, exact, f1):
+    for order in (golds, golds[::-1]):
+        assert answer_scores([prediction], [order], metric) == {
+            "exact_match": exact,
+            "f1": pytest.approx(f1),
+        }
+        assert answer_f1(prediction, order, metric) == pytest.approx(f1)
+
+
+def test_squad_means_over_rows_are_fractions():
+    predictions = ["Paris", "in early 1973", "", "東京"]
+    references = [["paris", "Paris, France"], ["1973"], ["Bonn"], ["東京", "京都", "大阪"]]
+    # exact: 1, 0, 0, 1; F1: 1, 1/2, 0, 1
+    for said in (predictions, tuple(predictions), np.array(predictions)):
+        assert answer_scores(said, references, "squad") == {"exact_match": 0.5, "f1": 0.625}  # type: ignore[arg-type]
 
 
 def best_alignment(said: list[str], gold: list[str]) -> float:
-    """The definition by brute force: every way to pair the spans up."""
+    """The definition by brute force: every way to pair the spans up, of words without numbers."""
+
+    def f1(one: str, other: str) -> float:
+        first, second = set(one.split()), set(other.split())
+        return 2 * len(first & second) / (len(first) + len(second))
+
     size = max(len(said), len(gold))
-    padded = [*said, *[None] * (size - len(said))]
-    sums = (
-        sum(
-            drop_pair(set(one.split()), set(other.split()))
-            for one, other in zip(order, gold, strict=False)
-            if one is not None
-        )
-        for order in itertools.permutations(padded)
-    )
-    return max(sums) / size
-
-
-def drop_pair(said: set[str], gold: set[str]) -> float:
-    """F1 of two sets of words without numbers, neither empty."""
-    return 2 * len(said & gold) / (len(said) + len(gold))
+    orders = itertools.permutations([*said, *[""] * (size - len(said))])
+    return max(sum(map(f1, order, gold)) for order in orders) / size
 
 
 def test_drop_f1_is_the_best_alignment():

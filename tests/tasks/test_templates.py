@@ -71,57 +71,48 @@ def text_of(generator: random.Random, size: int) -> str:
 def rows_of(seed: int, count: int) -> list[dict[str, str]]:
     """Passages of up to 30 odd words, questions of up to 6."""
     generator = random.Random(seed)
+    sizes = {"passage": 30, "question": 6}
     return [
-        {
-            "passage": text_of(generator, generator.randint(0, 30)),
-            "question": text_of(generator, generator.randint(0, 6)),
-        }
+        {name: text_of(generator, generator.randint(0, most)) for name, most in sizes.items()}
         for _ in range(count)
     ]
 
 
-def test_fields_are_put_in_without_the_white_space_around_them():
-    template = Template("{b}:{a} {b}", ("a", "b", "c"))
-    assert Template("A: {a}\nB", ("a",)).render({"a": ""}) == "A: \nB"
-    assert Template("{a:no_question_mark:no_stop}", ("a",)).render({"a": "so?."}) == "so"
-    assert template.render({"a": " one\n", "b": "\ttwo ", "c": "three"}) == "two:one two"
-    assert template.used_fields == ["b", "a"]
-    assert (template.count("b"), template.count("c"), template.count("mask")) == (2, 0, 0)
-
-
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("text", "row", "expected"),
     [
-        ("no_stop", "It rains. ", "It rains"),
-        ("no_stop", 'He said "no!"', "He said “no".replace("“", '"')),
-        ("no_stop", "3.5", "3.5"),
-        ("no_stop", "...", ""),
-        ("no_question_mark", "is it so ? ?", "is it so"),
-        ("no_question_mark", "is it so.", "is it so."),
-        ("upper_first", "is it", "Is it"),
-        ("upper_first", "", ""),
-        ("lower_first", "USA is", "uSA is"),
-        ("lower_first", "", ""),
+        # fields without the white space around them
+        ("{b}:{a} {b}", {"a": " one\n", "b": "\ttwo ", "c": "three"}, "two:one two"),
+        ("A: {a}\nB", {"a": ""}, "A: \nB"),
+        ("{{{a}}} {{b}}", {"a": "x"}, "{x} {b}"),
+        # the text of a row is never read as a template
+        ("{a}|{b}", {"a": "{b} {{ }} {", "b": "secret"}, "{b} {{ }} {|secret"),
+        # lines with an empty optional field (o, p) are left out
+        ("T: {o}\n\n{a}\nN: {p} {a}", {"o": "T", "a": "A", "p": "N"}, "T: T\n\nA\nN: N A"),
+        ("T: {o}\n\n{a}\nN: {p} {a}", {"o": " \n", "a": "A", "p": "N"}, "\nA\nN: N A"),
+        ("T: {o}\n\n{a}\nN: {p} {a}", {"o": "T", "a": "", "p": ""}, "T: T\n\n"),
+        # filters
+        ("<{a:no_stop}>", {"a": "It rains. "}, "<It rains>"),
+        ("<{a:no_stop}>", {"a": 'He said "no!"'}, '<He said "no>'),
+        ("<{a:no_stop}>", {"a": "3.5"}, "<3.5>"),
+        ("<{a:no_stop}>", {"a": "..."}, "<>"),
+        ("<{a:no_question_mark}>", {"a": "is it so ? ?"}, "<is it so>"),
+        ("<{a:no_question_mark}>", {"a": "is it so."}, "<is it so.>"),
+        ("<{a:upper_first}>", {"a": "is it"}, "<Is it>"),
+        ("<{a:upper_first}>", {"a": ""}, "<>"),
+        ("<{a:lower_first}>", {"a": "USA is"}, "<uSA is>"),
+        ("<{a:lower_first}>", {"a": ""}, "<>"),
+        ("<{a:no_question_mark:no_stop}>", {"a": "so?."}, "<so>"),
     ],
 )
-def test_a_filter(name, text, expected):
-    assert Template(f"<{{a:{name}}}>", ("a",)).render({"a": text}) == f"<{expected}>"
+def test_a_row_in_a_template(text, row, expected):
+    assert Template(text, tuple(row), tuple({"o", "p"} & set(row))).render(row) == expected
 
 
-def test_braces_are_doubled():
-    assert Template("{{{a}}} {{b}}", ("a",)).render({"a": "x"}) == "{x} {b}"
-
-
-def test_text_of_a_row_is_never_read_as_a_template():
-    row = {"a": "{b} {{ }} {", "b": "secret"}
-    assert Template("{a}|{b}", ("a", "b")).render(row) == "{b} {{ }} {|secret"
-
-
-def test_lines_with_an_empty_optional_field_are_left_out():
-    template = Template("Title: {t}\n\n{a}\nNote: {n} {a}", ("t", "a", "n"), ("t", "n"))
-    assert template.render({"t": "T", "a": "A", "n": "N"}) == "Title: T\n\nA\nNote: N A"
-    assert template.render({"t": " \n", "a": "A", "n": "N"}) == "\nA\nNote: N A"
-    assert template.render({"t": "T", "a": "", "n": ""}) == "Title: T\n\n"
+def test_fields_that_are_used():
+    template = Template("{b}:{a} {b}", ("a", "b", "c"))
+    assert template.used_fields == ["b", "a"]
+    assert (template.count("b"), template.count("c"), template.count("mask")) == (2, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -190,10 +181,8 @@ def test_tokens_are_those_of_the_text(kind, family):
     """Also of odd rows: special tokens, braces, characters of several tokens, empty fields."""
     plain = {"passage": " The town had 200 houses. ", "question": "how many houses\n"}
     for row in (plain, *rows_of(1, 20)):
-        found, expected = (
-            one(kind, family, row),
-            tokens_of(kind, family, written(kind, family, row)),
-        )
+        found = one(kind, family, row)
+        expected = tokens_of(kind, family, written(kind, family, row))
         assert found == Encoded(expected, found.position, cut=False, left_out=0)
         if kind == "causal_lm":
             assert found.position == len(expected) - 1
@@ -244,11 +233,8 @@ def test_a_prompt_without_a_token_is_refused():
 
 def test_the_end_token_of_an_encoders_tokenizer_is_left_out_too():
     """BERT ends a text with [SEP], which a decoder with its vocabulary must not go on from."""
-    made = PromptEncoder(
-        tokenizer("masked_lm", "bert"),
-        checked_template(CAUSAL_TEXT, "causal_lm", FIELDS),
-        "causal_lm",
-    )
+    template = checked_template(CAUSAL_TEXT, "causal_lm", FIELDS)
+    made = PromptEncoder(tokenizer("masked_lm", "bert"), template, "causal_lm")
     row = {"passage": "it was", "question": "what"}
     whole = made.tokenizer("Passage: it was\nQ: what?\nA: great")["input_ids"][:-1]
     prompt = made.encode([row], [100])[0].input_ids
@@ -373,10 +359,8 @@ SHOWN = ("one It was great", "two two It was bad", "three three three It was oka
 @pytest.mark.parametrize(("kind", "family"), FAMILIES)
 def test_demonstrations_are_left_out_first(kind, family):
     """Those in front go first; the passage is cut only without any."""
-    made, between = (
-        encoder(kind, family, demonstrations=SHOWN),
-        {"masked_lm": " "}.get(kind, "\n\n"),
-    )
+    made = encoder(kind, family, demonstrations=SHOWN)
+    between = " " if kind == "masked_lm" else "\n\n"
     row = {"passage": "the river ends in a lake", "question": "where"}
     own = written(kind, family, row)
     lengths = []
