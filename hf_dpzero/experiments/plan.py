@@ -18,10 +18,16 @@ from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hf_dpzero.settings.config import DPZeroConfig
     from hf_dpzero.tasks import AnyTask
+
+_PHASES = {
+    "weights": "weights",
+    "inference": "inference, one microbatch",
+    "evaluation": "evaluation",
+    "training": "a training step",
+    "peak": "the run",
+}
 
 Section = dict[str, Any]
 """Facts by name, as `--json` prints them."""
@@ -268,7 +274,7 @@ def print_sections(sections: Mapping[str, Section]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, model = Console(), sections["model"]
+    console, model, found = Console(), sections["model"], sections["memory"]
     share = 100 * model["trained_parameters"] / model["parameters"]
     size = f"{gib(model['parameter_bytes'])} GiB in {model['torch_dtype']}"
     table = Table("", "", title="model", show_header=False)
@@ -279,28 +285,14 @@ def print_sections(sections: Mapping[str, Section]) -> None:
     trained = f"{model['trained_parameters']:,} ({share:.3g} %; {model['trained_by']})"
     table.add_row("trained", trained)
     console.print(table)
-    console.print(_memory_table(sections["memory"]))
-    for note in sections["memory"]["notes"]:
-        console.print(f"  {note}", markup=False, highlight=False)
-
-
-def _memory_table(found: Section) -> Table:
-    from rich.table import Table
-
-    sizes = f"{found['microbatch_size']} x {found['sequence_length']} tokens"
-    table = Table(title=f"expected peak memory in GiB ({found['method']}, {sizes})")
+    rows = f"{found['microbatch_size']} x {found['sequence_length']} tokens"
+    table = Table(title=f"expected peak memory in GiB ({found['method']}, {rows})")
     table.add_column("weights in", style="bold")
     for precision in found["by_precision"]:
         own = " (the recipe's)" if precision == found["own_precision"] else ""
         table.add_column(precision + own, justify="right")
     columns = list(found["by_precision"].values())
-    for phase, title in {
-        "weights": "weights",
-        "inference": "inference, one microbatch",
-        "evaluation": "evaluation",
-        "training": "a training step",
-        "peak": "the run",
-    }.items():
+    for phase, title in _PHASES.items():
         table.add_row(title, *(gib(column[phase]) for column in columns))
     table.add_row("the step is", *(column["how"] for column in columns))
     cards = [[f"{s} GiB" for s in memory.CARDS if c["fits"][f"{s} GiB"]] for c in columns]
@@ -308,7 +300,9 @@ def _memory_table(found: Section) -> Table:
     for name, size in found["devices"].items():
         fits = ("fits" if column["fits"][name] else "no" for column in columns)
         table.add_row(f"{name}, {gib(size)} here", *fits)
-    return table
+    console.print(table)
+    for note in found["notes"]:
+        console.print(f"  {note}", markup=False, highlight=False)
 
 
 def gib(size: int | None) -> str:

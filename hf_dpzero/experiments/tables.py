@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 TABLE_FILE = "comparison.md"
 PLOT_FILE = "comparison.png"
-Records = Sequence[tuple[str, Record]]
 NONE = "–"
 INFINITY = "∞"
 
@@ -208,7 +207,19 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
     if target.resolve() in {Path(folder).resolve() for folder in folders}:
         raise ValueError(f"--output_dir {output_dir} is one of the folders; name another one.")
     target.mkdir(parents=True, exist_ok=True)
-    text = _merged_markdown(records)
+    # Scores: tasks across, down the methods as they first appear; then each task's own table.
+    keys = dict.fromkeys((c.method, c.epsilon) for _, record in records for c in record.cells)
+    methods = list(dict.fromkeys(method for method, _ in keys))
+    body = [
+        [f"{method}, {_at(epsilon)}", *(score(r.cell(method, epsilon)) for _, r in records)]
+        for method, epsilon in sorted(keys, key=lambda key: (methods.index(key[0]), -key[1]))
+    ]
+    for method in dict.fromkeys(cell.method for _, r in records for cell in r.zero_shot):
+        found = (next((c for c in r.zero_shot if c.method == method), None) for _, r in records)
+        body.append([method, *map(score, found)])
+    scores = grid(["method, score (%)", *names], body)
+    own = (f"#{markdown(record)}" for _, record in records)
+    text = "\n\n".join([f"# {', '.join(names)}", scores, *own])
     write_atomically(target / TABLE_FILE, text)
     summary = encode({"tasks": {name: asdict(record) for name, record in records}})
     write_atomically(target / JSON_FILE, json.dumps(summary, indent=1) + "\n")
@@ -222,22 +233,6 @@ def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLi
                 axes.set_title(name)
             figure.savefig(target / PLOT_FILE, dpi=120)
     return text
-
-
-def _merged_markdown(records: Records) -> str:
-    """Returns scores, tasks across; down the methods as they first appear; then each task's table."""
-    keys = dict.fromkeys((c.method, c.epsilon) for _, record in records for c in record.cells)
-    methods = list(dict.fromkeys(method for method, _ in keys))
-    body = [
-        [f"{method}, {_at(epsilon)}", *(score(r.cell(method, epsilon)) for _, r in records)]
-        for method, epsilon in sorted(keys, key=lambda key: (methods.index(key[0]), -key[1]))
-    ]
-    for name in dict.fromkeys(cell.method for _, record in records for cell in record.zero_shot):
-        cells = (next((c for c in r.zero_shot if c.method == name), None) for _, r in records)
-        body.append([name, *map(score, cells)])
-    names = [name for name, _ in records]
-    scores = grid(["method, score (%)", *names], body)
-    return "\n\n".join([f"# {', '.join(names)}", scores, *(f"#{markdown(r)}" for _, r in records)])
 
 
 # ---- plots

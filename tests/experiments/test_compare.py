@@ -553,6 +553,7 @@ def test_failures_are_rows_and_are_retried_only_on_request(tmp_path, report):
     assert not any("asked to" in str(row.error) for row in found.rows[1:])
     assert found.cells[0].finished == 0
     assert names_run(out, runs) == []
+    leave_checkpoint(out / "runs" / "dpzero-eps2-seed2", 2)  # which is not continued: it has a row
     again = [f"dpzero-eps2-seed{seed}-attempt2" for seed in (1, 2, 3)]
     assert names_run(out, runs, retry_failed=True) == again
     assert [row.status for row in Record.load(out).rows] == ["done"] * 3
