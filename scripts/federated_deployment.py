@@ -273,7 +273,7 @@ def check(run: Deployment) -> dict[str, Any]:
     from hf_dpzero.federated import message_log
     from hf_dpzero.federated.client import RELEASED_NAME
     from hf_dpzero.ledger.trajectory import SHIPPING_NAME
-    from hf_dpzero.reporting.redaction import RECIPE_FILE
+    from hf_dpzero.reporting.hub import RECIPE_FILE
 
     def messages_of(path: Path) -> dict[tuple[int, int], tuple[float, ...]]:
         """The whole messages of a log, by (round, client)."""

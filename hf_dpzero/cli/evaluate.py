@@ -25,9 +25,9 @@ from hf_dpzero.recipes.recipe import (
     parse_overrides,
     read_recipe,
 )
+from hf_dpzero.reporting.hub import RECIPE_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
-from hf_dpzero.reporting.redaction import RECIPE_FILE
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask

@@ -14,8 +14,8 @@ from hf_dpzero.privacy.schedule_gain import schedule_curves
 from hf_dpzero.recipes.build import build_trainer, output_dir
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.recipes.unused import unused_settings
-from hf_dpzero.reporting.plots import PLOT_FILE, optional_plot, plot_run
-from hf_dpzero.reporting.redaction import RECIPE_FILE
+from hf_dpzero.reporting.hub import RECIPE_FILE
+from hf_dpzero.reporting.model_card import PLOT_FILE, optional_plot, plot_run
 
 if TYPE_CHECKING:
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer

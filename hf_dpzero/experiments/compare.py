@@ -15,7 +15,7 @@ from hf_dpzero.experiments.results import Row
 from hf_dpzero.experiments.runner import Attempt, Start, Workspace
 from hf_dpzero.experiments.tables import TABLE_FILE, markdown, percent
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.reporting.plots import optional_plot
+from hf_dpzero.reporting.model_card import optional_plot
 from hf_dpzero.reporting.privacy_report import versions
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_dpzero.experiments.aggregate import Record
 from hf_dpzero.experiments.results import Row
-from hf_dpzero.reporting.plots import new_figure
+from hf_dpzero.reporting.model_card import new_figure
 
 PLOT_FILE = "comparison.png"
 

@@ -19,7 +19,7 @@ from hf_dpzero.experiments.aggregate import JSON_FILE, Cell, Record
 from hf_dpzero.experiments.plots import PLOT_FILE, plot_tasks
 from hf_dpzero.experiments.results import STATUSES, Row
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.reporting.plots import optional_plot
+from hf_dpzero.reporting.model_card import optional_plot
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
 from hf_dpzero.values import encode
 

@@ -26,8 +26,7 @@ from hf_dpzero.federated.messages import (
     unpack,
 )
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 
 logger = logging.getLogger(__name__)

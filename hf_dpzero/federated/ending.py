@@ -17,9 +17,9 @@ from hf_dpzero.federated.local_plan import LocalPlan
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise, is_seeded
-from hf_dpzero.reporting.federated_words import caveats_of
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.reporting.wording import federated_caveats
 from hf_dpzero.run_folder.base_model import check_start
 
 
@@ -128,7 +128,7 @@ def save_weights(
     own = private_report(found.local, config, found.released, found.noise, start)
     header = _header(server, own, found, len(report["clients"]))
     Trajectory(header, server.trajectory.releases).to_safetensors(folder / SHIPPING_NAME)
-    words = [own.caveats[0], *caveats_of(header), *own.caveats[1:]]
+    words = [own.caveats[0], *federated_caveats(header), *own.caveats[1:]]
     own = dataclasses.replace(own, caveats=words)
     bound_to(own, folder).save(folder / REPORT_FILE)
 

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 
 MAGIC = b"dpz1"
 ASK, VALUES, BEHIND, NOTHING = 1, 2, 3, 4

@@ -10,8 +10,7 @@ from torch import Tensor
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import apply_release, directions_of
-from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.objectives.losses import Filled, num_examples
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.methods import ZerothOrderMethod

@@ -21,9 +21,15 @@ from hf_dpzero.federated.message_log import read_count
 from hf_dpzero.federated.server import Member, RoundServer
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.noise import is_seeded
-from hf_dpzero.reporting.federated_words import CAVEATS
-from hf_dpzero.reporting.plots import new_figure, optional_plot
-from hf_dpzero.reporting.wording import UNSEEN_CAVEAT, delta_words, number, relation_words, round_up
+from hf_dpzero.reporting.model_card import new_figure, optional_plot
+from hf_dpzero.reporting.wording import (
+    CAVEATS,
+    UNSEEN_CAVEAT,
+    delta_words,
+    number,
+    relation_words,
+    round_up,
+)
 
 REPORT_NAME, PLOT_NAME = "federated_report.json", "federated_run.png"
 

@@ -11,7 +11,7 @@ from hf_dpzero.federated.client import LocalClient, Weights
 from hf_dpzero.federated.messages import MessageError
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 
 logger = logging.getLogger(__name__)
 

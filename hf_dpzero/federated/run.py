@@ -18,9 +18,8 @@ from hf_dpzero.federated.rounds import InProcess, Rounds, Transport
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.ledger.trajectory import SHIPPING_NAME
-from hf_dpzero.ledger.update_rules import Release
-from hf_dpzero.reporting.redaction import RECIPE_FILE
+from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Release
+from hf_dpzero.reporting.hub import RECIPE_FILE
 
 EVALUATIONS_NAME = "evaluations.json"
 

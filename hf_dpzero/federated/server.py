@@ -37,8 +37,7 @@ from hf_dpzero.federated.messages import (
     unpack_json,
 )
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.privacy.discretization import float32s
 from hf_dpzero.privacy.plan import PrivacyPlan
 

@@ -15,7 +15,6 @@ releases so far.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,19 +37,28 @@ from hf_dpzero.ledger.log_file import (
     never_written,
     split_header,
 )
-from hf_dpzero.ledger.update_rules import (
-    Release,
-    Term,
-    UpdateRule,
-    update_rule_from_dict,
-    update_terms,
-)
 
 FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
 
 _FLOAT32 = struct.Struct("<f")
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+
+
+class Release(NamedTuple):
+    """What one step made public.
+
+    Attributes:
+      step: from 0.
+      values: the K noised means, each a float32 number, and what else the step released (the share of
+        unclipped examples that an adaptive clip follows); no means for a mechanism that cannot be
+        replayed (DPGD-0th releases a d-vector, which only the weights hold).
+      learning_rate: of this step.
+    """
+
+    step: int
+    values: tuple[float, ...]
+    learning_rate: float
 
 
 class Trajectory:
@@ -240,28 +248,6 @@ class Trajectory:
     def get(self, step: int) -> Release | None:
         """The release of `step`, or None."""
         return self.releases[step] if 0 <= step < len(self.releases) else None
-
-    def update_terms(self, step: int) -> list[Term]:
-        """What the update of `step` is made of, by the header's rule; see `update_rules`.
-
-        A function of the header and the releases up to that step alone, at the cost of the rule's
-        window.
-
-        Raises:
-          LedgerError: the step was not released, or no rule of that name is known.
-        """
-        if self.get(step) is None:
-            raise LedgerError(
-                f"step {step} has no update: the last release is of {self.next_step - 1}."
-            )
-        return update_terms(self._rule, self.num_directions, self.releases, step)
-
-    @functools.cached_property
-    def _rule(self) -> UpdateRule:
-        try:
-            return update_rule_from_dict(self.header["update_rule"])
-        except ValueError as error:
-            raise LedgerError(f"the header's {error}") from None
 
     def append(self, release: Release) -> None:
         """Adds a record; on return it is on disk (flushed and synced).

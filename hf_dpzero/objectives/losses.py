@@ -24,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.label_checks import check_labels_in_range
-
 Inputs = Mapping[str, Tensor]
 PerExampleLoss = Callable[[nn.Module, Inputs], Tensor]
 
@@ -423,3 +421,33 @@ def is_compiled(model: nn.Module) -> bool:
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     )
+
+
+IGNORED = -100
+
+
+def check_labels_in_range(labels: Tensor, classes: int) -> None:
+    """Refuses labels outside 0 .. classes - 1 other than -100, which losses ignore.
+
+    The error names no label, for it may be a private row's.
+
+    Args:
+      labels: integers of any shape.
+      classes: number of logits that a label chooses from.
+
+    Raises:
+      ValueError: says which labels the model has, and which setting gives it others.
+
+    >>> import torch
+    >>> check_labels_in_range(torch.tensor([0, 1, -100]), classes=2)
+    """
+    if labels.is_meta:  # a plan's: shapes without values
+        return
+    outside = (labels >= classes) | ((labels < 0) & (labels != IGNORED))
+    if bool(outside.any()):
+        raise ValueError(
+            f"a label is out of range: the model has {classes} logits, so labels are 0 to "
+            f"{classes - 1}, or {IGNORED} for what is ignored. Number the labels from 0, or load the "
+            "model with num_labels of the data (a language model: with embeddings resized to the "
+            "tokenizer's vocabulary)."
+        )

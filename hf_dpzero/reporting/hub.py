@@ -2,42 +2,43 @@
 
 `build_hub_folder` copies by an allow list. Whatever it does not name (the `_private` folder,
 checkpoints, optimizer and generator states, pickled arguments, logs) never reaches the folder, and
-recipe and results are reduced to what is public (`redaction`). A run is not shipped if its report is
+recipe and results are reduced to what is public (`public_recipe`, `public_results`). A run is not
+shipped if its report is
 missing, disagrees with the trajectory, was written for other weights, or says NOT PRIVATE and that was
 not allowed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.reporting.model_card import model_card, task_of
-from hf_dpzero.reporting.plots import PLOT_FILE
+from hf_dpzero.reporting.model_card import PLOT_FILE, model_card, task_of
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.redaction import (
-    RECIPE_FILE,
-    public_recipe,
-    public_results,
-    recipe_settings,
-)
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing, check_weights
 from hf_dpzero.reporting.weights import SHARDS, WEIGHTS, weight_files
+from hf_dpzero.values import parse_yaml
 
 if TYPE_CHECKING:
     from hf_dpzero.ledger.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-CARD_FILE, RESULTS_FILE, ADAPTER_FILE = "README.md", "all_results.json", "adapter_config.json"
+CARD_FILE, RESULTS_FILE, RECIPE_FILE = "README.md", "all_results.json", "recipe.yaml"
+ADAPTER_FILE = "adapter_config.json"
 INITIAL_VALUES_FILE = "initial_values.safetensors"
 FOLDER_NAME = "hub"
 
@@ -415,3 +416,108 @@ def _upload(
             f"The Hub cannot be reached ({error}); the folder stays at {folder}, push it later."
         ) from error
     return str(url)
+
+
+_PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_(?!(\w*_)?mem_)\w+|epoch|train_samples")
+_TIMES = ("runtime", "_per_second", "_per_step", "_time")
+_SECRET_SETTING = re.compile(
+    r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
+)
+_MACHINE_SETTINGS = (
+    *("output_dir", "logging_dir", "resume_from_checkpoint", "hub_model_id", "extends_run"),
+    *("device_map", "offload_folder", "max_memory"),
+)
+_PATH_SETTINGS = (
+    *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
+    *("deepspeed", "fsdp_config", "accelerator_config"),
+    *("noise_schedule", "clip_schedule", "smoothing_schedule"),
+)
+_TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
+OWN_SETTINGS = frozenset(
+    """
+    accountant allow_fewer_per_class architecture base_is_public class_names clip clip_count_noise
+    clip_groups clip_learning_rate clip_quantile clip_schedule clip_stability clipping
+    dataset_config_name dataset_name defer_updates device_map direction direction_key
+    direction_parallel_size expected_batch_size extends extends_run group_budget
+    group_column group_draws group_loss_bound group_rate
+    group_shares group_weights head_init hold_direction_for init_seed insecure_noise_seed
+    keep_column label_column label_texts label_words load_in_4bit load_in_8bit
+    log_private_diagnostics logit_scale lora_alpha lora_r lora_target_modules max_batch_size
+    max_eval_samples max_length max_memory max_new_tokens max_seq_length max_train_samples method
+    microbatch_size model_name_or_path model_revision momentum neighboring_relation noise_bands
+    noise_correlation noise_distribution noise_multiplier noise_schedule normalize
+    num_demonstrations num_directions num_examples_per_class num_virtual_tokens objective
+    offload_folder on_no_signal pair_features peft_method per_example_gradients perturbation_strategy
+    pooling precompute_features prompt reuse_frozen_prefix rows_are sampler_key sampling smoothing
+    smoothing_schedule subset_seed target_delta target_epsilon
+    task template text_column text_pair_column torch_dtype train_file trainable tuning update_rule
+    update_window validation_file
+    """.split()  # noqa: SIM905
+)
+"""What a recipe may set beside transformers' TrainingArguments; a test keeps it complete."""
+
+
+def public_results(results: Mapping[str, Any]) -> dict[str, float]:
+    """Evaluation metrics and public counts; never a statistic of the training data, nor time or memory.
+
+    >>> public_results({"eval_accuracy": 0.8, "train_loss": 0.3, "epoch": 1.0})
+    {'eval_accuracy': 0.8, 'epoch': 1.0}
+    """
+    return {
+        name: value
+        for name, value in results.items()
+        if _PUBLIC_RESULT.fullmatch(name)
+        and not name.endswith(_TIMES)
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+    }
+
+
+def public_recipe(text: str) -> str:
+    """The fields of a recipe without secrets and machine-local settings; no other keys, no comments.
+
+    Absolute paths keep their last part. Templates and names and words of labels stay as they are, also
+    where they start like a path.
+
+    >>> public_recipe("clip: 50.0\\nhub_token: hf_x\\ntrain_file: /home/me/rows.jsonl\\n")
+    'clip: 50.0\\ntrain_file: rows.jsonl\\n'
+    """
+    public = {
+        name: _portable(name, value)
+        for name, value in recipe_settings(text).items()
+        if _is_field(name) and name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
+    }
+    return yaml.safe_dump(public, sort_keys=False, allow_unicode=True) if public else ""
+
+
+def _is_field(name: str) -> bool:
+    from transformers import TrainingArguments
+
+    return name in OWN_SETTINGS or name in {f.name for f in dataclasses.fields(TrainingArguments)}
+
+
+def recipe_settings(text: str) -> dict[str, Any]:
+    """The keys and values of a recipe's text; an empty text has none."""
+    settings = parse_yaml(text) if text.strip() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{RECIPE_FILE} is no mapping of settings to values; restore or delete it."
+        )
+    return settings
+
+
+def _portable(name: str, value: Any) -> Any:
+    """The last part of a path on this machine; anything else as it is.
+
+    Settings that hold paths are taken at their word, and so is text for a model. Elsewhere a path is
+    what exists, or has several parts and no white space or braces.
+    """
+    if isinstance(value, list):
+        return [_portable(name, item) for item in value]
+    absolute = isinstance(value, str) and (Path(value).is_absolute() or value.startswith("~"))
+    if not absolute or name in _TEXT_SETTINGS:
+        return value
+    several = len(Path(value).parts) > 2 or value.startswith("~/")
+    plain = re.search(r"[\s{}]", value) is None
+    looks_like_one = several and (plain or os.path.exists(os.path.expanduser(value)))
+    return Path(value).name if name in _PATH_SETTINGS or looks_like_one else value

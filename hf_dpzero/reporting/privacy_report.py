@@ -9,6 +9,7 @@ claims more than the record.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
@@ -20,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
-from hf_dpzero.privacy.schedule_gain import LABELS
-from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
+from hf_dpzero.privacy.schedule_gain import LABELS, schedule_words
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     EXAMPLE,
@@ -429,3 +430,134 @@ def _installed() -> Mapping[str, str]:
 
 def _report_path(path: str | os.PathLike[str]) -> Path:
     return Path(path) / REPORT_FILE if Path(path).is_dir() else Path(path)
+
+
+def noise_name(plan: PrivacyPlan, source: str) -> str:
+    """The report's name of the noise: that of d-vectors is rounded to a grid, not exact.
+
+    Args:
+      plan: the plan that ran.
+      source: the noise source's own name.
+
+    Returns:
+      "none" for a run without noise, else `source`, with "_on_grid" for noise on d-vectors, and "_key"
+      for noise that is made again from a secret key.
+    """
+    if not plan.private:
+        return "none"
+    if plan.correlation is not None:
+        return source.replace("_exact", "_key_on_grid")
+    return source if plan.mechanism.replayable else source.replace("_exact", "_on_grid")
+
+
+def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
+    """The entries of a report that the plan, delta and the number of completed steps determine.
+
+    A reader who holds the public plan (it is in the trajectory's header) can recompute all of it.
+
+    Args:
+      plan: the plan that ran.
+      delta: at which epsilon is computed.
+      steps: completed steps, 0..plan.steps.
+
+    Returns:
+      Field names of `PrivacyReport` and their values.
+    """
+    mechanism, sampler = plan.mechanism, plan.sampler
+    return {
+        "epsilon": plan.epsilon(delta, at=steps),
+        "planned_epsilon": plan.epsilon(delta),
+        "delta": delta,
+        "accountant": plan.accountant_used,
+        "neighboring_relation": plan.relation,
+        "sampling": sampler.name,
+        "sampling_probability": sampler.sampling_probability,
+        "expected_batch_size": sampler.expected_batch_size,
+        "num_examples": sampler.num_examples,
+        "steps": steps,
+        "planned_steps": plan.steps,
+        "noise_multiplier": getattr(mechanism, "noise_multiplier", 0.0),
+        "clip": getattr(mechanism, "clip", math.inf),
+        "num_directions": getattr(mechanism, "num_directions", 1),
+        "method": mechanism.name,
+        "schedules": schedule_words(plan, delta),
+        "groups": group_words(plan),
+    }
+
+
+def parts_of(
+    plan: PrivacyPlan, delta: float, steps: int, extends: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The report's `parts`: every run of a chain, what it alone costs, and what is known of it.
+
+    Args:
+      plan: of the last run.
+      delta: at which epsilon is computed.
+      steps: completed steps of the last run.
+      extends: entries of the header, one for each plan in `plan.after`.
+
+    Returns:
+      One entry a run, oldest first; none where there is only one run.
+    """
+    if not plan.after:
+        return []
+    runs = [*plan.after, (replace(plan, after=()), steps)]
+    known = [*map(dict, extends), {"folder": "this run"}]
+    return [
+        {
+            "method": part.mechanism.name,
+            "noise_multiplier": getattr(part.mechanism, "noise_multiplier", 0.0),
+            "steps": done,
+            "planned_steps": part.steps,
+            "epsilon": part.epsilon(delta, at=done),
+            **entry,
+        }
+        for (part, done), entry in zip(runs, known, strict=True)
+    ]
+
+
+def budget_metrics(report: PrivacyReport) -> dict[str, float]:
+    """What `train` returns, and `save_metrics` writes, of a report.
+
+    Returns:
+      `epsilon` (of the completed steps), `delta`, and `target_epsilon` where there is one; nothing for a
+      run that is not private, which claims nothing.
+    """
+    if not report.private:
+        return {}
+    aim = {} if report.target_epsilon is None else {"target_epsilon": report.target_epsilon}
+    return {"epsilon": report.epsilon, "delta": report.delta, **aim}
+
+
+class BudgetMeter:
+    """A cheap upper bound on the epsilon spent so far, for progress bars and logs.
+
+    The plan is evaluated lazily on a grid of about `points` steps and every answer is rounded up to
+    the next grid point, so it never understates; it is exact on the grid and at the last step.
+
+    Args:
+      plan: the plan that runs; `plan.epsilon` is called at most `points` times.
+      delta: the delta of the run.
+      points: grid points, >= 1.
+    """
+
+    def __init__(self, plan: PrivacyPlan, delta: float, points: int = 20) -> None:
+        if points < 1:
+            raise ValueError(f"points={points} must be at least 1.")
+        self._steps = plan.steps
+        self._points = min(points, max(plan.steps, 1))
+        self._epsilon_at = functools.cache(lambda step: plan.epsilon(delta, at=step))
+
+    def at(self, step: int) -> float:
+        """An upper bound on `plan.epsilon(delta, at=step)` for 0 <= step <= plan.steps.
+
+        Raises:
+          ValueError: `step` is not within the plan, whose budget says nothing about it.
+        """
+        steps = self._steps
+        if not 0 <= step <= steps:
+            raise ValueError(f"step={step} is outside 0..{steps}, the steps of the plan.")
+        if step == 0:
+            return 0.0
+        index = -(-step * self._points // steps)  # the first grid point at or after `step`
+        return self._epsilon_at(-(-index * steps // self._points))

@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.private_selection import total_epsilon
-from hf_dpzero.reporting.federated_words import caveats_of, steps_of
-from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.privacy_report import (
+    REPORT_FILE,
+    PrivacyReport,
+    noise_name,
+    parts_of,
+    plan_facts,
+)
 from hf_dpzero.reporting.weights import digest_weights, weight_files
 from hf_dpzero.reporting.wording import (
     EXAMPLE,
     NOT_COMPARED,
+    counted_steps,
+    federated_caveats,
     needs_secret_batches,
     why_not_private,
 )
@@ -68,7 +74,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
 
     trajectory = Trajectory.load(source / TRAJECTORY_FILE)
     header = trajectory.header
-    steps = steps_of(header, trajectory.next_step)
+    steps = counted_steps(header, trajectory.next_step)
     plan = PrivacyPlan.from_dict(header["plan"])
     why_not = why_not_private(
         method=plan.mechanism.name,
@@ -86,7 +92,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
             f"{stated}. Write the report again from the run that made the weights."
         )
     derived = report.in_words(plan, why_not)
-    words = [derived.caveats[0], *caveats_of(header), *derived.caveats[1:]]
+    words = [derived.caveats[0], *federated_caveats(header), *derived.caveats[1:]]
     return dataclasses.replace(derived, caveats=words), trajectory
 
 

@@ -18,7 +18,7 @@ from hf_dpzero.parallel.sharded_runs import is_split, on_first_of
 from hf_dpzero.parallel.split import mesh_words
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
-from hf_dpzero.reporting.extension import check_extended
+from hf_dpzero.reporting.provenance import check_extended
 from hf_dpzero.run_folder import run_files
 from hf_dpzero.run_folder.base_model import check_start, digest_frozen
 from hf_dpzero.run_folder.checkpoint_state import load_state, whole_checkpoints

@@ -15,11 +15,10 @@ from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.parallel import distributed
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.sampling import new_sampler_key
-from hf_dpzero.reporting.extension import header_entries, worst_tuning
-from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
-from hf_dpzero.reporting.plots import PLOT_FILE
+from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE, RECIPE_FILE
+from hf_dpzero.reporting.model_card import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, versions
-from hf_dpzero.reporting.redaction import RECIPE_FILE
+from hf_dpzero.reporting.provenance import header_entries, worst_tuning
 from hf_dpzero.run_folder.checkpoint_state import STATE_NAME, file_digest, read_state, way_out
 
 logger = logging.get_logger(__name__)

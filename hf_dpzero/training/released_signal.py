@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 from hf_dpzero.privacy.correlated_noise.innovations import Innovations
 from hf_dpzero.privacy.correlated_noise.plans import sensitivity
 from hf_dpzero.privacy.discretization import dense_grid

@@ -31,7 +31,7 @@ from hf_dpzero.parallel.rank_agreement import watched_training
 from hf_dpzero.parallel.split import ALONE
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
-from hf_dpzero.reporting.budget import budget_metrics
+from hf_dpzero.reporting.privacy_report import budget_metrics
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run_folder import noise_keys, opening
 from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained

@@ -10,11 +10,11 @@ from tiny_runs import tiny_model
 
 from hf_dpzero.federated.run import ServerRun, in_process
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
-from hf_dpzero.reporting.federated_words import steps_of
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
 from hf_dpzero.reporting.verification import report_of
+from hf_dpzero.reporting.wording import counted_steps
 
 
 def ran(folder, gone: tuple[int, int] | None = None, **settings) -> ServerRun:
@@ -77,7 +77,9 @@ def test_steps_are_those_of_the_costliest_client(tmp_path):
     rows = {row["client"]: row["released"] for row in run.report()["clients"]}
     assert rows == {NAMES[0]: 4, NAMES[1]: 2, NAMES[2]: 4}
     assert report_of(tmp_path).steps == 4
-    assert steps_of({"federated": {"steps": 2}, "plan": {}}, 4) == 2 and steps_of({}, 4) == 4
+    assert (
+        counted_steps({"federated": {"steps": 2}, "plan": {}}, 4) == 2 and counted_steps({}, 4) == 4
+    )
 
 
 def test_a_run_that_did_not_end_says_so(tmp_path):
@@ -86,7 +88,7 @@ def test_a_run_that_did_not_end_says_so(tmp_path):
     interrupted(run, in_process(made, target, NAMES), at=2)
     run.close()
     with pytest.raises(ValueError, match="did not end"):
-        steps_of(Trajectory.load(target / SHIPPING_NAME).header, 2)
+        counted_steps(Trajectory.load(target / SHIPPING_NAME).header, 2)
 
 
 def test_a_server_does_not_start_from_trained_weights(tmp_path):

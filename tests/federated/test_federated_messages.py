@@ -21,7 +21,7 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 
 DIGEST = bytes(range(16))
 

@@ -22,8 +22,7 @@ from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import apply_release, directions_of, replay, space_from_header
-from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 

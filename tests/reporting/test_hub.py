@@ -18,16 +18,20 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import save_file
 from tiny_runs import build
 
-from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.reporting.hub import build_hub_folder, push, write_model_card
+from hf_dpzero.reporting.hub import (
+    build_hub_folder,
+    public_recipe,
+    public_results,
+    push,
+    write_model_card,
+)
 from hf_dpzero.reporting.model_card import model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
-from hf_dpzero.reporting.redaction import public_recipe, public_results
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import digest_weights
 from hf_dpzero.run_folder import run_files

@@ -13,8 +13,8 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import sampler_from_dict
 from hf_dpzero.privacy.schedule_gain import schedule_curves
 from hf_dpzero.privacy.schedules import factors_from_dict, noise_schedule_from_dict
-from hf_dpzero.reporting.plan_facts import plan_facts
-from hf_dpzero.reporting.plots import new_figure, optional_plot, plot_run
+from hf_dpzero.reporting.model_card import new_figure, optional_plot, plot_run
+from hf_dpzero.reporting.privacy_report import plan_facts
 
 
 def test_a_missing_matplotlib_costs_the_plot_alone(tmp_path, monkeypatch, capsys):

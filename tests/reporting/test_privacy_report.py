@@ -19,10 +19,9 @@ from hf_dpzero.privacy.mechanisms import DPSGD, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
-from hf_dpzero.reporting.budget import BudgetMeter
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.reporting.plots import plot_run
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, round_up
+from hf_dpzero.reporting.model_card import plot_run
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport, round_up
 from hf_dpzero.reporting.provenance import Origin, base_names, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
 
