@@ -23,7 +23,7 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.reporting.model_card import new_figure, optional_plot
 from hf_dpzero.reporting.wording import (
-    CAVEATS,
+    FEDERATED_CAVEATS,
     UNSEEN_CAVEAT,
     delta_words,
     number,
@@ -73,7 +73,7 @@ def federated_report(
             1,
         ),
         "evaluations": [dict(entry) for entry in metrics],
-        "caveats": [UNSEEN_CAVEAT, *CAVEATS],
+        "caveats": [UNSEEN_CAVEAT, *FEDERATED_CAVEATS],
     }
 
 

@@ -14,10 +14,9 @@ precision logits, one example at a time for language models: the float32 copy is
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,14 +64,24 @@ def classification_losses(
         raise ValueError(
             f"problem_type={problem_type!r} is unknown; use one of {', '.join(_PROBLEMS)}."
         )
-    _check_one_target(labels, logits, kind := problem_type)
+    kind, (rows, outputs) = problem_type, logits.shape
+    whole = labels.dim() < 2 and not labels.is_floating_point()
+    # Without a problem_type, B integers for one logit are regression, and for more they are classes.
+    numbers = labels.numel() == rows * outputs and (kind or not whole or outputs == 1)
+    classes = labels.numel() == rows and (kind == _PROBLEMS[1] or (whole and not kind))
+    if not numbers and not classes:
+        raise ValueError(
+            f"labels of shape {list(labels.shape)} and {labels.dtype} for {outputs} logits: one integer "
+            f"a row is a class, {outputs} numbers a row are several labels, and one number a row needs "
+            "a model with num_labels=1."
+        )
     if not kind:
         several = labels.is_floating_point() or labels.dim() == 2
         kind = "multi_label_classification" if several else "single_label_classification"
         kind = "regression" if logits.shape[1] == 1 else kind
     if kind == "single_label_classification":
-        check_labels_in_range(classes := labels.reshape(-1).long(), logits.shape[1])
-        return F.cross_entropy(logits, classes, reduction="none", label_smoothing=label_smoothing)
+        check_labels_in_range(targets := labels.reshape(-1).long(), outputs)
+        return F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
     if label_smoothing:
         raise ValueError(
             f"label_smoothing_factor={label_smoothing} with problem_type={kind!r}, whose labels are not "
@@ -82,21 +91,6 @@ def classification_losses(
     if kind == "regression":
         return (logits - targets).square().mean(dim=1)
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
-
-
-def _check_one_target(labels: Tensor, logits: Tensor, kind: str | None) -> None:
-    """Refuses labels of a shape that no reading of them fits; names no label."""
-    rows, outputs = logits.shape
-    classes = labels.dim() < 2 and not labels.is_floating_point()
-    if labels.numel() == rows * outputs and (kind or not classes or outputs == 1):
-        return
-    if labels.numel() == rows and (kind == "single_label_classification" or (classes and not kind)):
-        return
-    raise ValueError(
-        f"labels of shape {list(labels.shape)} and {labels.dtype} for {outputs} logits: one integer "
-        f"a row is a class, {outputs} numbers a row are several labels, and one number a row needs a "
-        "model with num_labels=1."
-    )
 
 
 def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -171,42 +165,30 @@ def trial(objective: PerExampleLoss) -> PerExampleLoss:
     return own
 
 
-@dataclass(frozen=True)
-class Within:
-    """An objective evaluated in another way, with what it says of itself.
+class WrappedObjective:
+    """An objective that is evaluated in another way: on some device, in some precision, weighted.
 
     Attributes:
       objective: whose losses these are.
-      around: turns an objective into one that is evaluated on some device, in some precision, ...
+      evaluate: (objective, model, inputs) -> losses `[B]`; calls the objective once.
+      single_pass, differentiable: what the objective says of itself.
     """
 
-    objective: PerExampleLoss
-    around: Callable[[PerExampleLoss], PerExampleLoss]
+    def __init__(
+        self,
+        objective: PerExampleLoss,
+        evaluate: Callable[[PerExampleLoss, nn.Module, Inputs], Tensor],
+    ) -> None:
+        self.objective, self.evaluate = objective, evaluate
+        self.single_pass, self.differentiable = single_pass(objective), differentiable(objective)
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Per-example losses `[B]`."""
-        return self.around(self.objective)(model, inputs)
+        """Returns per-example losses `[B]`."""
+        return self.evaluate(self.objective, model, inputs)
 
     def trial(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """See `trial`.
-
-        Args:
-          model, inputs: of the objective.
-
-        Returns:
-          `[B]` float32.
-        """
-        return self.around(trial(self.objective))(model, inputs)
-
-    @property
-    def single_pass(self) -> bool:
-        """See `single_pass`."""
-        return single_pass(self.objective)
-
-    @property
-    def differentiable(self) -> bool:
-        """See `differentiable`."""
-        return differentiable(self.objective)
+        """Returns the numbers `[B]` of the objective's own `trial`, evaluated in the same way."""
+        return self.evaluate(trial(self.objective), model, inputs)
 
 
 def check_per_example(losses: Any, batch_size: int) -> Tensor:
@@ -379,6 +361,20 @@ def without_labels(inputs: Inputs, *names: str) -> dict[str, Tensor]:
     return {k: value for k, value in inputs.items() if k not in left_out and value is not None}
 
 
+# What a model's forward takes does not change in a run, and is asked in every pass. Weak keys: the
+# table keeps no model alive.
+_ARGUMENTS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Returns whether the forward of the model under its wrappers names an argument."""
+    known = _ARGUMENTS.get(model)
+    if known is None:
+        forward = type(base_model(model)).forward
+        known = _ARGUMENTS[model] = frozenset(inspect.signature(forward).parameters)
+    return argument in known
+
+
 def model_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Runs the model; no key-value cache is kept where it takes `use_cache`.
 
@@ -389,30 +385,13 @@ def model_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     Returns:
       What it returns: a mapping, or a tuple.
     """
-    cache = {"use_cache": False} if takes(model, "use_cache") else {}
-    return model(**{**cache, **inputs})
+    return model(**({"use_cache": False, **inputs} if takes(model, "use_cache") else inputs))
 
 
 def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Runs the model for its logits.
-
-    Args:
-      model: with a head, also under PEFT.
-      inputs: keyword arguments of its forward, without labels.
-
-    Returns:
-      Its logits, `[B, T, V]` of a language model.
-    """
+    """Runs the model as `model_outputs` does, for its logits; `[B, T, V]` of a language model."""
     outputs = model_outputs(model, inputs)
     return outputs[0] if isinstance(outputs, tuple) else outputs["logits"]
-
-
-def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the forward of the model under its wrappers names an argument."""
-    return argument in _signature(type(base_model(model)).forward).parameters
-
-
-_signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -421,9 +400,6 @@ def is_compiled(model: nn.Module) -> bool:
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     )
-
-
-IGNORED = -100
 
 
 def check_labels_in_range(labels: Tensor, classes: int) -> None:
@@ -443,11 +419,11 @@ def check_labels_in_range(labels: Tensor, classes: int) -> None:
     """
     if labels.is_meta:  # a plan's: shapes without values
         return
-    outside = (labels >= classes) | ((labels < 0) & (labels != IGNORED))
+    outside = (labels >= classes) | ((labels < 0) & (labels != IGNORE_INDEX))
     if bool(outside.any()):
         raise ValueError(
             f"a label is out of range: the model has {classes} logits, so labels are 0 to "
-            f"{classes - 1}, or {IGNORED} for what is ignored. Number the labels from 0, or load the "
-            "model with num_labels of the data (a language model: with embeddings resized to the "
+            f"{classes - 1}, or {IGNORE_INDEX} for what is ignored. Number the labels from 0, or load "
+            "the model with num_labels of the data (a language model: with embeddings resized to the "
             "tokenizer's vocabulary)."
         )

@@ -418,7 +418,7 @@ _COUPLING_CAVEATS = {
 """By a report's `forward_passes`."""
 
 
-_FEDERATED_CAVEATS = (
+FEDERATED_CAVEATS = (
     "Local: the guarantee of each client holds against the server and everybody who reads the messages. "
     "The other clients, the metrics and the weights know no more than the messages.",
     "It is for one row of one client. All rows of a client together, and whether a client took part at "
@@ -450,7 +450,7 @@ def federated_caveats(header: Mapping[str, Any]) -> list[str]:
     return [
         "Federated: the numbers are those of the client with the largest epsilon, one of "
         f"{common.get('clients')}; the run's federated_report.json has them all.",
-        *_FEDERATED_CAVEATS,
+        *FEDERATED_CAVEATS,
     ]
 
 

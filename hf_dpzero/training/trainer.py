@@ -25,7 +25,7 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.objectives.losses import PerExampleLoss, Within
+from hf_dpzero.objectives.losses import PerExampleLoss, WrappedObjective
 from hf_dpzero.parallel import distributed, sharded_runs
 from hf_dpzero.parallel.rank_agreement import watched_training
 from hf_dpzero.parallel.split import ALONE
@@ -408,21 +408,20 @@ class DPZeroMixin(PublishingTrainer):
         """Enters `context` until `train` returns or raises."""
         self._reads.enter_context(context)
 
-    def evaluated_objective(self) -> Within:
+    def evaluated_objective(self) -> WrappedObjective:
         """(model, inputs) -> losses [B], on the run's device and in its precision."""
         assert self.per_example_loss is not None
 
-        def on_device(objective: PerExampleLoss) -> PerExampleLoss:
-            def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-                with self.compute_loss_context_manager():
-                    losses = objective(model, self._prepare_inputs(dict(inputs)))
-                if self.shards:
-                    sharded_runs.give_back(model)
-                return losses
+        def on_device(
+            objective: PerExampleLoss, model: nn.Module, inputs: Mapping[str, Tensor]
+        ) -> Tensor:
+            with self.compute_loss_context_manager():
+                losses = objective(model, self._prepare_inputs(dict(inputs)))
+            if self.shards:
+                sharded_runs.give_back(model)
+            return losses
 
-            return evaluate
-
-        return Within(self.per_example_loss, on_device)
+        return WrappedObjective(self.per_example_loss, on_device)
 
     def training_step(  # type: ignore[override]
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None

@@ -17,7 +17,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.bounded import AnswerF1, ZeroOne, alone
 from hf_dpzero.objectives.heads import causal_lm_objective
-from hf_dpzero.objectives.losses import Within, differentiable, single_pass, trial
+from hf_dpzero.objectives.losses import WrappedObjective, differentiable, single_pass, trial
 from hf_dpzero.objectives.prompted import (
     Answers,
     Candidates,
@@ -662,14 +662,14 @@ def test_traits() -> None:
 
 
 def test_traits_survive_being_wrapped(language_model: Any) -> None:
-    def doubled(objective: Any) -> Any:
-        return lambda model, inputs: 2 * objective(model, inputs)
+    def doubled(objective: Any, model: Any, inputs: Any) -> torch.Tensor:
+        return 2 * objective(model, inputs)
 
     model, batch = language_model("opt"), collated(label_word_examples())
     seen = []
     for kind in ("words", "zero-one words"):
         inner = KINDS[kind][0]
-        outer = Within(inner, doubled)
+        outer = WrappedObjective(inner, doubled)
         assert (single_pass(outer), differentiable(outer)) == (kind == "words",) * 2
         assert torch.equal(outer(model, batch), 2 * inner(model, batch))
         assert torch.equal(trial(outer)(model, batch), 2 * trial(inner)(model, batch))
