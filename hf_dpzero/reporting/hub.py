@@ -10,6 +10,7 @@ not allowed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -187,18 +188,31 @@ def push(
       PermissionError: no token, a token that may not write, or a public repository.
       ConnectionError: offline mode, or the Hub cannot be reached.
     """
+    from huggingface_hub import constants, get_token
     from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(repo_id)
-    token = None if dry_run else _require_token(token)
+    if not dry_run and constants.HF_HUB_OFFLINE:
+        raise ConnectionError(
+            "HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or make the "
+            "folder by `hf-dpzero push FOLDER --dry_run` and upload it later."
+        )
+    token = None if dry_run else token or get_token()
+    if not dry_run and not token:
+        raise PermissionError(
+            "There is no Hub token: run `hf auth login`, set HF_TOKEN, or pass token=...; "
+            "`hf-dpzero push FOLDER --dry_run` needs none."
+        )
     folder = build_hub_folder(
         output_dir,
         Path(output_dir) / FOLDER_NAME,
         allow_not_private=allow_not_private,
         repo_id=repo_id,
     )
+    if token is None:
+        return str(folder)
     commit = {"commit_message": commit_message or _MESSAGE, "revision": revision}
-    return str(folder) if dry_run else _upload(folder, repo_id, private, token, commit)
+    return _upload(folder, repo_id, private, token, commit)
 
 
 def _read_report(source: Path) -> PrivacyReport:
@@ -269,10 +283,18 @@ def _check_target(source: Path, target: Path) -> None:
 def _fill(
     source: Path, staged: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
-    for path in _copied_files(source):
+    for path in sorted(source.iterdir()):
+        if not _named(path.name, COPIED):
+            continue
+        _check_plain(path)
         shutil.copyfile(path, staged / path.name)
     report.save(staged)
-    _reduce_base_path(staged / ADAPTER_FILE)
+    # An adapter's base model that is a local folder goes by the folder's name, as in the recipe.
+    adapter = _read_json(staged / ADAPTER_FILE)
+    base = adapter.get("base_model_name_or_path")
+    if base and (Path(base).is_absolute() or Path(base).is_dir()):
+        text = json.dumps({**adapter, "base_model_name_or_path": Path(base).name}, indent=2)
+        (staged / ADAPTER_FILE).write_text(text + "\n", encoding="utf-8")
     metrics = public_results(_read_json(source / RESULTS_FILE))
     if metrics:
         text = json.dumps(metrics, indent=4, allow_nan=False)
@@ -281,14 +303,6 @@ def _fill(
     if recipe:
         (staged / RECIPE_FILE).write_text(recipe, encoding="utf-8")
     _write_card(staged, report, trajectory, repo_id)
-
-
-def _copied_files(source: Path) -> Iterable[Path]:
-    for path in sorted(source.iterdir()):
-        if not _named(path.name, COPIED):
-            continue
-        _check_plain(path)
-        yield path
 
 
 def _check_plain(path: Path) -> None:
@@ -308,30 +322,24 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    text = _read_text(path)
-    return dict(json.loads(text)) if text else {}
-
-
-def _reduce_base_path(adapter: Path) -> None:
-    """An adapter's base model that is a local folder goes by the folder's name, as in the recipe."""
-    values = _read_json(adapter)
-    base = values.get("base_model_name_or_path")
-    if not base or not (Path(base).is_absolute() or Path(base).is_dir()):
-        return
-    adapter.write_text(
-        json.dumps({**values, "base_model_name_or_path": Path(base).name}, indent=2) + "\n",
-        encoding="utf-8",
-    )
+    return dict(json.loads(_read_text(path) or "{}"))
 
 
 def _write_card(
     folder: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
-    """The card of the run whose files `folder` holds, from what of them is public."""
+    """Writes the card of the run whose files `folder` holds, from what of them is public."""
+    from safetensors import SafetensorError, safe_open
+
     recipe = public_recipe(_read_text(folder / RECIPE_FILE))
     settings = recipe_settings(recipe)
     adapter, config = _read_json(folder / ADAPTER_FILE), _read_json(folder / "config.json")
-    base_of_replay = _base_of_replay(folder, trajectory)
+    base_of_replay = None  # names what this run's initial values go with
+    with contextlib.suppress(OSError, SafetensorError):
+        with safe_open(folder / INITIAL_VALUES_FILE, framework="pt") as file:
+            values = file.metadata() or {}
+        if values.get("base_model_digest") == trajectory.header["base_model_digest"]:
+            base_of_replay = values.get("base_model")
     dataset, task = settings.get("dataset_name"), settings.get("task")
     if not dataset or settings.get("train_file"):  # rows of one's own: the task, or its file's name
         dataset = Path(task).stem if task else None
@@ -354,36 +362,6 @@ def _write_card(
         plot=(folder / PLOT_FILE).is_file(),
     )
     write_atomically(folder / CARD_FILE, card.content)
-
-
-def _base_of_replay(folder: Path, trajectory: Trajectory) -> str | None:
-    """Name of the base that the run's initial values go with; None without values of this run."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(folder / INITIAL_VALUES_FILE, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except (OSError, SafetensorError):
-        return None
-    same = metadata.get("base_model_digest") == trajectory.header["base_model_digest"]
-    return metadata.get("base_model") if same else None
-
-
-def _require_token(token: str | None) -> str:
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        raise ConnectionError(
-            "HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or make the "
-            "folder by `hf-dpzero push FOLDER --dry_run` and upload it later."
-        )
-    found = token or get_token()
-    if not found:
-        raise PermissionError(
-            "There is no Hub token: run `hf auth login`, set HF_TOKEN, or pass token=...; "
-            "`hf-dpzero push FOLDER --dry_run` needs none."
-        )
-    return found
 
 
 def _upload(
@@ -482,18 +460,16 @@ def public_recipe(text: str) -> str:
     >>> public_recipe("clip: 50.0\\nhub_token: hf_x\\ntrain_file: /home/me/rows.jsonl\\n")
     'clip: 50.0\\ntrain_file: rows.jsonl\\n'
     """
+    from transformers import TrainingArguments
+
+    # Unknown keys are dropped, not only those that look secret.
+    known = OWN_SETTINGS | {f.name for f in dataclasses.fields(TrainingArguments)}
     public = {
         name: _portable(name, value)
         for name, value in recipe_settings(text).items()
-        if _is_field(name) and name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
+        if name in known and name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
     }
     return yaml.safe_dump(public, sort_keys=False, allow_unicode=True) if public else ""
-
-
-def _is_field(name: str) -> bool:
-    from transformers import TrainingArguments
-
-    return name in OWN_SETTINGS or name in {f.name for f in dataclasses.fields(TrainingArguments)}
 
 
 def recipe_settings(text: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ claims more than the record.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
 import json
 import math
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
-from hf_dpzero.privacy.schedule_gain import LABELS, schedule_words
+from hf_dpzero.privacy.schedule_gain import LABELS
+from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     EXAMPLE,
@@ -61,7 +60,7 @@ class PrivacyReport:
       target_delta: the delta of that target.
       epsilon: spent by the completed steps, at `delta`, and by the choice of settings where
         `tuning` accounts for it; inf when nothing bounds it.
-      planned_epsilon: of the whole plan; at least `epsilon`, more where steps are missing.
+      planned_epsilon: of the whole plan, at least `epsilon`.
       delta: the probability outside the bound, in [0, 1).
       accountant: what computed `epsilon`: "pld", "rdp", "gaussian_exact", "advanced_composition",
         or "none" for a method that is not private.
@@ -208,12 +207,9 @@ class PrivacyReport:
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
 
-        Method, number of directions, clip, noise, sampler and relation come from the plan, so that
-        nothing is typed twice.
-
         Args:
-          plan: the plan that ran.
-          delta: the delta at which epsilon is computed and was calibrated.
+          plan: the plan that ran; what it says (method, clip, noise, sampler) is taken from it.
+          delta: at which epsilon is computed and was calibrated.
           target_epsilon: what calibration aimed at; None where the noise was given.
           steps_completed: releases in the ledger, 0..plan.steps.
           noise: the source that was used; an insecure one makes the report say NOT PRIVATE.
@@ -221,9 +217,8 @@ class PrivacyReport:
           log_private_diagnostics: whether un-noised statistics were logged.
           sampler_key_is_secret: False if the key came from the settings, which are logged and
             saved; a sampled batch that can be known is not amplified.
-          privacy_unit: what one row of the training set is.
-          earlier_runs: of the base model (`provenance.earlier_runs`).
-          base_weights, forward_passes, row_parts, processes: see the attributes.
+          privacy_unit, earlier_runs, base_weights, forward_passes, row_parts, processes: see the
+            attributes.
           extends: entries of the ledger's header for each plan in `plan.after`.
 
         Returns:
@@ -239,6 +234,8 @@ class PrivacyReport:
                 "plan; report the plan that ran."
             )
         facts = plan_facts(plan, delta, steps_completed)
+        # Reasons that no number of the report holds (a sampler key set by hand) are given here once;
+        # `verification.agreeing` finds them again in the trajectory's header.
         why_not = why_not_private(
             method=mechanism.name,
             epsilon=facts["epsilon"] if mechanism.private else math.inf,
@@ -267,14 +264,14 @@ class PrivacyReport:
         return report.in_words(plan, why_not)
 
     def in_words(self, plan: PrivacyPlan, why_not: str | None) -> PrivacyReport:
-        """The same numbers, their statement and caveats derived from them.
+        """Derives statement and caveats from the numbers anew.
 
         Args:
           plan: the plan that ran.
           why_not: of `why_not_private`; None for a private run.
 
         Returns:
-          A new report.
+          The same numbers in a new report.
         """
         facts = asdict(self)
         if why_not is None:
@@ -284,7 +281,7 @@ class PrivacyReport:
         return replace(self, statement=words, caveats=caveats(facts, plan, self.tuning))
 
     def with_tuning(self, tuning: Any, plan: PrivacyPlan, at_least: float = 0.0) -> PrivacyReport:
-        """The same run, and how its settings were chosen: numbers, statement and caveats.
+        """Adds how the settings were chosen to numbers, statement and caveats.
 
         Args:
           tuning: "none", "public", "not_accounted", or an entry of `privacy.private_selection`, whose
@@ -312,17 +309,18 @@ class PrivacyReport:
         return derived if self.private else replace(derived, statement=self.statement)
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of `privacy_report.json`, JSON-safe: infinite numbers are the string "inf"."""
+        """Returns the content of `privacy_report.json`; infinite numbers are the string "inf"."""
         infinite = {k: "inf" for k, v in asdict(self).items() if v == math.inf}
         return {**asdict(self), **infinite}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyReport:
-        """The inverse of `to_dict`.
+        """Reads what `to_dict` returns.
 
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
+        # Keys that later versions added: an older report goes on being read.
         older = {"groups": "", "forward_passes": "", "row_parts": None, "processes": ""}
         values = {**older, **values}
         expected = {field.name for field in fields(cls)}
@@ -365,29 +363,27 @@ class PrivacyReport:
             raise ValueError(f"{target} holds a value of a wrong type: {error}.") from error
 
     def __str__(self) -> str:
-        """The statement for a terminal: a headline and the numbers behind it."""
+        """Returns a headline and the numbers behind it, for a terminal."""
         headline = self.statement
         if self.private:
-            headline = self._headline()
+            aim = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
+            headline = (
+                f"(epsilon = {round_up(self.epsilon)}, delta = {delta_words(self.delta)})"
+                f"-differentially private{aim}"
+            )
+            if self.steps < self.planned_steps:
+                headline += (
+                    f" after {self.steps} of {self.planned_steps} steps; the whole plan costs "
+                    f"epsilon = {round_up(self.planned_epsilon)}"
+                )
         return "\n".join([headline, *(f"  {label:<12}{text}" for label, text in self.rows())])
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """As `str`, where a notebook shows what a cell ends in."""
+        """Prints `str` where a notebook shows what a cell ends in."""
         printer.text("..." if cycle else str(self))
 
-    def _headline(self) -> str:
-        aim = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
-        claim = (
-            f"(epsilon = {round_up(self.epsilon)}, delta = {delta_words(self.delta)})"
-            f"-differentially private{aim}"
-        )
-        if self.steps == self.planned_steps:
-            return claim
-        whole = f"the whole plan costs epsilon = {round_up(self.planned_epsilon)}"
-        return f"{claim} after {self.steps} of {self.planned_steps} steps; {whole}"
-
     def rows(self) -> list[tuple[str, str]]:
-        """Label and text of each line under the headline; the model card shows them as a table."""
+        """Returns label and text of each line under the headline; a table in the model card."""
         along = f"K = {self.num_directions} {self.direction}, " if self.direction != "none" else ""
         clip = "no clipping" if math.isinf(self.clip) else f"clip C = {number(self.clip)}"
         mechanism = (
@@ -415,7 +411,7 @@ class PrivacyReport:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that a privacy claim rests on; absent packages are left out."""
+    """Returns the versions of installed packages that a privacy claim rests on."""
     return dict(_installed())
 
 
@@ -432,132 +428,9 @@ def _report_path(path: str | os.PathLike[str]) -> Path:
     return Path(path) / REPORT_FILE if Path(path).is_dir() else Path(path)
 
 
-def noise_name(plan: PrivacyPlan, source: str) -> str:
-    """The report's name of the noise: that of d-vectors is rounded to a grid, not exact.
-
-    Args:
-      plan: the plan that ran.
-      source: the noise source's own name.
-
-    Returns:
-      "none" for a run without noise, else `source`, with "_on_grid" for noise on d-vectors, and "_key"
-      for noise that is made again from a secret key.
-    """
-    if not plan.private:
-        return "none"
-    if plan.correlation is not None:
-        return source.replace("_exact", "_key_on_grid")
-    return source if plan.mechanism.replayable else source.replace("_exact", "_on_grid")
-
-
-def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
-    """The entries of a report that the plan, delta and the number of completed steps determine.
-
-    A reader who holds the public plan (it is in the trajectory's header) can recompute all of it.
-
-    Args:
-      plan: the plan that ran.
-      delta: at which epsilon is computed.
-      steps: completed steps, 0..plan.steps.
-
-    Returns:
-      Field names of `PrivacyReport` and their values.
-    """
-    mechanism, sampler = plan.mechanism, plan.sampler
-    return {
-        "epsilon": plan.epsilon(delta, at=steps),
-        "planned_epsilon": plan.epsilon(delta),
-        "delta": delta,
-        "accountant": plan.accountant_used,
-        "neighboring_relation": plan.relation,
-        "sampling": sampler.name,
-        "sampling_probability": sampler.sampling_probability,
-        "expected_batch_size": sampler.expected_batch_size,
-        "num_examples": sampler.num_examples,
-        "steps": steps,
-        "planned_steps": plan.steps,
-        "noise_multiplier": getattr(mechanism, "noise_multiplier", 0.0),
-        "clip": getattr(mechanism, "clip", math.inf),
-        "num_directions": getattr(mechanism, "num_directions", 1),
-        "method": mechanism.name,
-        "schedules": schedule_words(plan, delta),
-        "groups": group_words(plan),
-    }
-
-
-def parts_of(
-    plan: PrivacyPlan, delta: float, steps: int, extends: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """The report's `parts`: every run of a chain, what it alone costs, and what is known of it.
-
-    Args:
-      plan: of the last run.
-      delta: at which epsilon is computed.
-      steps: completed steps of the last run.
-      extends: entries of the header, one for each plan in `plan.after`.
-
-    Returns:
-      One entry a run, oldest first; none where there is only one run.
-    """
-    if not plan.after:
-        return []
-    runs = [*plan.after, (replace(plan, after=()), steps)]
-    known = [*map(dict, extends), {"folder": "this run"}]
-    return [
-        {
-            "method": part.mechanism.name,
-            "noise_multiplier": getattr(part.mechanism, "noise_multiplier", 0.0),
-            "steps": done,
-            "planned_steps": part.steps,
-            "epsilon": part.epsilon(delta, at=done),
-            **entry,
-        }
-        for (part, done), entry in zip(runs, known, strict=True)
-    ]
-
-
 def budget_metrics(report: PrivacyReport) -> dict[str, float]:
-    """What `train` returns, and `save_metrics` writes, of a report.
-
-    Returns:
-      `epsilon` (of the completed steps), `delta`, and `target_epsilon` where there is one; nothing for a
-      run that is not private, which claims nothing.
-    """
+    """Returns what `train` adds to its metrics; nothing for a run that is not private."""
     if not report.private:
         return {}
     aim = {} if report.target_epsilon is None else {"target_epsilon": report.target_epsilon}
     return {"epsilon": report.epsilon, "delta": report.delta, **aim}
-
-
-class BudgetMeter:
-    """A cheap upper bound on the epsilon spent so far, for progress bars and logs.
-
-    The plan is evaluated lazily on a grid of about `points` steps and every answer is rounded up to
-    the next grid point, so it never understates; it is exact on the grid and at the last step.
-
-    Args:
-      plan: the plan that runs; `plan.epsilon` is called at most `points` times.
-      delta: the delta of the run.
-      points: grid points, >= 1.
-    """
-
-    def __init__(self, plan: PrivacyPlan, delta: float, points: int = 20) -> None:
-        if points < 1:
-            raise ValueError(f"points={points} must be at least 1.")
-        self._steps = plan.steps
-        self._points = min(points, max(plan.steps, 1))
-        self._epsilon_at = functools.cache(lambda step: plan.epsilon(delta, at=step))
-
-    def at(self, step: int) -> float:
-        """An upper bound on `plan.epsilon(delta, at=step)` for 0 <= step <= plan.steps.
-
-        Raises:
-          ValueError: `step` is not within the plan, whose budget says nothing about it.
-        """
-        steps = self._steps
-        if not 0 <= step <= steps:
-            raise ValueError(f"step={step} is outside 0..{steps}, the steps of the plan.")
-        if step == 0:
-            return 0.0
-        index = -(-step * self._points // steps)  # the first grid point at or after `step`
-        return self._epsilon_at(-(-index * steps // self._points))

@@ -252,7 +252,7 @@ def header_entries(folder: str | None) -> list[dict[str, Any]]:
 def check_extended(
     folder: str, privacy_unit: str, after: Sequence[tuple[PrivacyPlan, int]]
 ) -> Trajectory:
-    """Refuses what may not be extended: weights that are not the run's, another unit of privacy.
+    """Refuses to continue a run whose weights, number of steps or privacy unit differ.
 
     Args:
       folder: of the run.

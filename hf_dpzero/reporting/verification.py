@@ -14,13 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.private_selection import total_epsilon
-from hf_dpzero.reporting.privacy_report import (
-    REPORT_FILE,
-    PrivacyReport,
-    noise_name,
-    parts_of,
-    plan_facts,
-)
+from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.weights import digest_weights, weight_files
 from hf_dpzero.reporting.wording import (
     EXAMPLE,
@@ -128,7 +123,7 @@ def _facts(
 
 
 def _of_sweep(report: PrivacyReport, plan: PrivacyPlan) -> dict[str, Any]:
-    """The least total epsilon: of trials of other settings, with more discrete noise, it may be more."""
+    """Bounds the total epsilon from below; trials of other settings may cost more."""
     if report.steps != report.planned_steps:
         raise ValueError(
             f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
@@ -150,11 +145,7 @@ def _same(stated: Any, expected: Any) -> bool:
 
 
 def check_weights(report: PrivacyReport, source: Path) -> None:
-    """Refuses weights in `source` that are not those that the report was written for.
-
-    Args:
-      report: names them by their digest.
-      source: the folder of the weights.
+    """Refuses weights in `source` other than those that the report was written for.
 
     Raises:
       ValueError: the report names none, or others.
@@ -175,13 +166,5 @@ def check_weights(report: PrivacyReport, source: Path) -> None:
 
 
 def bound_to(report: PrivacyReport, folder: str | os.PathLike[str]) -> PrivacyReport:
-    """The report of the weights that were just saved in `folder`.
-
-    Args:
-      report: of the run that saved them.
-      folder: where they lie.
-
-    Returns:
-      The same report with their digest.
-    """
+    """Ties a report to the weights that were just saved in `folder`, by their digest."""
     return dataclasses.replace(report, weights_digest=digest_weights(folder))

@@ -86,15 +86,7 @@ def number(value: float) -> str:
 
 
 def relation_words(relation: str, unit: str) -> str:
-    """The neighbouring relation in words.
-
-    Args:
-      relation: a key of `RELATIONS`; others are returned as they are.
-      unit: the privacy unit, "example".
-
-    Returns:
-      For example "adding or removing one training example".
-    """
+    """Says in words which two data sets a relation (a key of `RELATIONS`, or any text) compares."""
     return RELATIONS.get(relation, relation).format(unit=f"training {unit}")
 
 
@@ -161,16 +153,20 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
         runs = f"this run and of {len(earlier)} before it"
         released = f"The weights and the trajectories of {runs} are together"
         afterword = f" That includes {'; '.join(map(part_words, earlier))}.{afterword}"
+    if leaky := [run["folder"] for run in facts["earlier_runs"] if not run["private"]]:
+        afterword += (
+            f" This does not cover the base model, which came out of an earlier run, {leaky[0]}, which "
+            "is NOT PRIVATE for its own training rows."
+        )
+    groups = f", group losses ({facts['groups']})" if facts["groups"] else ""
     return (
         f"{released} ({round_up(facts['epsilon'])}, "
         f"{delta_words(facts['delta'])})-differentially private under "
         f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
         f"{trials}{facts['steps']} steps of {facts['method']} with "
         f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
-        f"multiplier {number(facts['noise_multiplier'])}{_scheduled(facts)}{_grouped(facts)}, "
-        "accountant "
-        f"{facts['accountant']}."
-        f"{afterword}{_leaky_base(facts['earlier_runs'])}"
+        f"multiplier {number(facts['noise_multiplier'])}{_scheduled(facts)}{groups}, "
+        f"accountant {facts['accountant']}.{afterword}"
     )
 
 
@@ -180,10 +176,6 @@ def _scheduled(facts: Mapping[str, Any]) -> str:
         kind = facts["schedules"]["correlation"].partition(";")[0]
         words["correlation"] = f"correlated over steps: {kind}"
     return "".join(f" ({text})" for text in words.values())
-
-
-def _grouped(facts: Mapping[str, Any]) -> str:
-    return f", group losses ({facts['groups']})" if facts["groups"] else ""
 
 
 def _tuning_phrases(tuning: Any) -> tuple[str, str, str]:
@@ -211,25 +203,8 @@ def _tuning_phrases(tuning: Any) -> tuple[str, str, str]:
     return one_run, "", unaccounted if tuning == "not_accounted" else ""
 
 
-def _leaky_base(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
-    leaky = [run["folder"] for run in earlier_runs if not run["private"]]
-    if not leaky:
-        return ""
-    return (
-        f" This does not cover the base model, which came out of an earlier run, {leaky[0]}, which is "
-        "NOT PRIVATE for its own training rows."
-    )
-
-
 def part_words(part: Mapping[str, Any]) -> str:
-    """One run of a chain in a few words.
-
-    Args:
-      part: an entry of the report's `parts`.
-
-    Returns:
-      For example "out: 50 of 100 steps of dpzero, noise multiplier 2, epsilon 0.5 alone".
-    """
+    """Says in a few words what one run of a chain (an entry of the report's `parts`) did and cost."""
     return (
         f"{part['folder']}: {part['steps']} of {part['planned_steps']} steps of {part['method']}, noise "
         f"multiplier {number(part['noise_multiplier'])}, epsilon {round_up(part['epsilon'])} alone"
@@ -292,7 +267,8 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     """
     first, *rest = _COMMON_CAVEATS
     rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
-    rest += [_rows_caveat(facts["row_parts"])] if facts["row_parts"] else []
+    if facts["row_parts"]:
+        rest.append(_ROWS_CAVEAT.format(", ".join(facts["row_parts"])))
     several = facts["processes"] not in ("", "1")
     rest += [_LINKS_CAVEAT.format(facts["processes"])] if several else []
     of_base = base_caveats(facts["earlier_runs"])
@@ -331,15 +307,6 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own]
 
 
-def _rows_caveat(parts: Sequence[str]) -> str:
-    return (
-        "The training rows were drawn anew at each access (augmentation). If the run was interrupted, "
-        "what was compared to find the same rows in the same order again is, of each row, only: "
-        f"{', '.join(parts)}. Rows that agree in that are assumed not to have changed places: one would "
-        "have taken part twice in an epoch."
-    )
-
-
 _TUNING_CAVEATS = {
     "none": "Hyper-parameter search is not accounted: epsilon covers this one run. Settings picked "
     "by looking at other runs on the same data spend budget of their own.",
@@ -353,6 +320,13 @@ _TUNING_CAVEATS = {
     "composition": "Hyper-parameter search is accounted for the runs of one sweep. The grid itself "
     "is assumed to be chosen without looking at the private data.",
 }
+
+_ROWS_CAVEAT = (
+    "The training rows were drawn anew at each access (augmentation). If the run was interrupted, "
+    "what was compared to find the same rows in the same order again is, of each row, only: {}. Rows "
+    "that agree in that are assumed not to have changed places: one would have taken part twice in an "
+    "epoch."
+)
 
 _CHAIN_CAVEAT = (
     "The epsilon is of this run and of those that it extends together, taken to be on the same rows. "

@@ -24,7 +24,8 @@ from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, BudgetMeter, PrivacyReport
+from hf_dpzero.reporting.plan_facts import BudgetMeter
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs, header_entries, worst_tuning
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import NOT_COMPARED, delta_words
