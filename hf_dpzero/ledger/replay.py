@@ -111,7 +111,7 @@ class Momentum(UpdateRule):
 
     @property
     def length(self) -> int:
-        """W."""
+        """Returns W, the number of releases in the window."""
         assert self.window is not None
         return self.window
 
@@ -307,7 +307,7 @@ def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) ->
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     space = space_from_header(model, header)
-    space.snap_()
+    space.snap_()  # training starts on the grid of representable steps, and so must its repetition
     for release in trajectory.releases:
         if upto is not None and release.step >= upto:
             break

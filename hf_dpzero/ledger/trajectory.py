@@ -22,7 +22,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -92,7 +92,7 @@ class Trajectory:
                 "have other numbers; use that release."
             )
         self.path = path
-        self._lock: Any = None
+        self._lock: IO[bytes] | None = None
         self._size = 0
         self.releases: list[Release] = []
         for release in releases:
@@ -200,7 +200,7 @@ class Trajectory:
         return trajectory, len(raw) - len(body) + whole
 
     def _refuse_other(self, header: Mapping[str, Any], path: Path) -> None:
-        wanted = json.loads(json.dumps(header))
+        wanted = json.loads(json.dumps(header))  # tuples are lists in the file
         own = flat({name: self.header.get(name) for name in wanted})
         now = flat(wanted)
         changed = [
@@ -265,6 +265,7 @@ class Trajectory:
                 raise LedgerError(f"{self.path} was closed: open it again to continue it.")
             record = self._pack(release)
             try:
+                # Somebody may have written to the file, or put another one in its place.
                 found, held = os.stat(self.path), os.fstat(self._lock.fileno())
                 if found.st_size != self._size or not os.path.samestat(found, held):
                     raise LedgerError(

@@ -27,6 +27,7 @@ from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     EXAMPLE,
     NOT_COMPARED,
+    Tuning,
     base_words,
     caveats,
     delta_words,
@@ -138,7 +139,7 @@ class PrivacyReport:
     private: bool
     method: str
     log_private_diagnostics: bool
-    tuning: Any
+    tuning: Tuning
     earlier_runs: list[dict[str, Any]]
     base_weights: str
     forward_passes: str
@@ -280,7 +281,9 @@ class PrivacyReport:
             words = not_private_statement(why_not)
         return replace(self, statement=words, caveats=caveats(facts, plan, self.tuning))
 
-    def with_tuning(self, tuning: Any, plan: PrivacyPlan, at_least: float = 0.0) -> PrivacyReport:
+    def with_tuning(
+        self, tuning: Tuning, plan: PrivacyPlan, at_least: float = 0.0
+    ) -> PrivacyReport:
         """Adds how the settings were chosen to numbers, statement and caveats.
 
         Args:

