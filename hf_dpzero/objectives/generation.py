@@ -221,8 +221,10 @@ def selected_logits(model: nn.Module, inputs: Inputs, positions: Tensor) -> Tens
     """
     batch = right_padded(inputs)
     gathering = _Gathering(positions + _starts(batch), batch["input_ids"].shape[1])
-    head = None if is_compiled(model) else _output_embedding(model)
-    if head is None:
+    get: Any = getattr(base_model(model), "get_output_embeddings", None)
+    # A hook on a compiled model would not be called, or would break its graph.
+    head = None if get is None or is_compiled(model) else get()
+    if not isinstance(head, nn.Module):
         return gathering.of(model_logits(model, batch))
     handle = head.register_forward_pre_hook(gathering.before)
     try:
@@ -241,26 +243,17 @@ class _Gathering:
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """A forward pre-hook of the output embedding."""
-        if len(args) != 1 or not self._fits(args[0]):
+        if len(args) != 1 or not isinstance(states := args[0], Tensor) or states.dim() != 3:
+            return None  # not `[B, T, h]`: logits are gathered, in place of states
+        if len(states) != len(self.positions) or states.shape[1] < self.length:
             return None
         self.done = True
-        return (self.of(args[0]),)
-
-    def _fits(self, states: Any) -> bool:
-        known = isinstance(states, Tensor) and states.dim() == 3
-        return known and len(states) == len(self.positions) and states.shape[1] >= self.length
+        return (self.of(states),)
 
     def of(self, states: Tensor) -> Tensor:
         """`[B, P, ...]`; virtual tokens of prompt tuning stand in front and are not counted."""
         virtual = states.shape[1] - self.length
         return take_columns(states, (self.positions + virtual).to(states.device))
-
-
-def _output_embedding(model: nn.Module) -> nn.Module | None:
-    """What turns hidden states into logits; None if the model does not say."""
-    get: Any = getattr(base_model(model), "get_output_embeddings", None)
-    head = get() if get is not None else None
-    return head if isinstance(head, nn.Module) else None
 
 
 def _starts(batch: Inputs) -> Tensor | int:

@@ -77,24 +77,20 @@ class Origin:
         Beside the weights; for a `checkpoint-N` also in its run's folder; for a Hub id in the cache
         and, where it can be reached, on the Hub.
         """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
         folder = Path(self.path)
         for name in (REPORT_FILE, LEDGER_NAME, SHIPPING_NAME) if self.path else ():
             if folder.is_dir():
                 of_run = [folder.parent] if re.fullmatch(r"checkpoint-\d+", folder.name) else []
                 paths = [place / name for place in (folder, *of_run)]
             else:
-                paths = self._on_the_hub(name)
+                try:
+                    paths = [Path(hf_hub_download(self.path, name, revision=self.revision))]
+                except (OSError, ValueError, HfHubHTTPError, HTTPError):
+                    continue  # no such file, id or network: nothing is on record
             yield from (path for path in paths if path.is_file())
-
-    def _on_the_hub(self, name: str) -> list[Path]:
-        import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
-        try:
-            return [Path(huggingface_hub.hf_hub_download(self.path, name, revision=self.revision))]
-        except (OSError, ValueError, HfHubHTTPError, HTTPError):
-            # No such file, id or network: a base that cannot be looked at has no record.
-            return []
 
 
 def trained_as(origin: Origin) -> str | None:

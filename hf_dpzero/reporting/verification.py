@@ -119,18 +119,16 @@ def _facts(
     facts["tuning"] = report.tuning if tuning in ("not_accounted", report.tuning) else tuning
     if report.target_epsilon is not None:
         facts["target_epsilon"] = max(report.target_epsilon, report.epsilon)
-    return facts | _of_sweep(report, plan)
-
-
-def _of_sweep(report: PrivacyReport, plan: PrivacyPlan) -> dict[str, Any]:
-    """Bounds the total epsilon from below; trials of other settings may cost more."""
     if report.steps != report.planned_steps:
         raise ValueError(
             f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
             f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
         )
+    # A lower bound: trials of other settings may cost more than the run that won.
     least = total_epsilon(plan, report.tuning, report.delta)
-    return {name: max(getattr(report, name), least) for name in ("epsilon", "planned_epsilon")}
+    return facts | {
+        name: max(getattr(report, name), least) for name in ("epsilon", "planned_epsilon")
+    }
 
 
 def _same(stated: Any, expected: Any) -> bool:

@@ -162,23 +162,20 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Tuning = "non
             "is NOT PRIVATE for its own training rows."
         )
     groups = f", group losses ({facts['groups']})" if facts["groups"] else ""
+    changing = {name: f"{name} schedule {text}" for name, text in facts["schedules"].items()}
+    if "correlation" in changing:  # its kind; the table has the rest
+        kind = facts["schedules"]["correlation"].partition(";")[0]
+        changing["correlation"] = f"correlated over steps: {kind}"
+    schedules = "".join(f" ({text})" for text in changing.values())
     return (
         f"{released} ({round_up(facts['epsilon'])}, "
         f"{delta_words(facts['delta'])})-differentially private under "
         f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
         f"{trials}{facts['steps']} steps of {facts['method']} with "
         f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
-        f"multiplier {number(facts['noise_multiplier'])}{_scheduled(facts)}{groups}, "
+        f"multiplier {number(facts['noise_multiplier'])}{schedules}{groups}, "
         f"accountant {facts['accountant']}.{afterword}"
     )
-
-
-def _scheduled(facts: Mapping[str, Any]) -> str:
-    words = {name: f"{name} schedule {text}" for name, text in facts["schedules"].items()}
-    if "correlation" in words:
-        kind = facts["schedules"]["correlation"].partition(";")[0]
-        words["correlation"] = f"correlated over steps: {kind}"
-    return "".join(f" ({text})" for text in words.values())
 
 
 def _tuning_phrases(tuning: Tuning) -> tuple[str, str, str]:
