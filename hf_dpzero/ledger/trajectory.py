@@ -217,7 +217,7 @@ class Trajectory:
             )
 
     def close(self) -> None:
-        """Lets other processes continue the ledger; nothing can be appended here any more."""
+        """Releases the file to other processes; nothing can be appended here any more."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -231,7 +231,7 @@ class Trajectory:
 
     @property
     def num_directions(self) -> int:
-        """K."""
+        """Number of directions a step, K."""
         return int(self.header["num_directions"])
 
     @property
@@ -366,7 +366,7 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, keys joined by dots."""
+    """Flattens nested dictionaries into one, whose keys are joined by dots."""
     joined: dict[str, Any] = {}
     for name, value in values.items():
         joined |= (

@@ -128,7 +128,7 @@ def last_predictors(labels: Tensor) -> int:
 
 
 def power_of_two(count: int, most: int) -> int:
-    """`count` rounded up to a power of two, at most `most`."""
+    """Rounds `count` up to a power of two, at most `most`."""
     return min(most, 1 << max(count - 1, 0).bit_length())
 
 
@@ -156,7 +156,7 @@ def check_differentiable(objective: PerExampleLoss) -> None:
 
 
 def trial(objective: PerExampleLoss) -> PerExampleLoss:
-    """What stands for the objective where two ways of evaluating it are compared.
+    """Returns what stands for the objective where two ways of evaluating it are compared.
 
     `objective.trial`, per-example numbers that every bit of its forward passes has a share in, for
     losses that do not move with them, such as 0/1 losses. The objective itself if it has none.
@@ -227,7 +227,7 @@ def check_per_example(losses: Any, batch_size: int) -> Tensor:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model under PEFT, `torch.compile` and data-parallel wrappers; the bare model as is."""
+    """Unwraps a model from PEFT, `torch.compile` and data-parallel wrappers."""
     base: Any = model
     while True:
         if hasattr(base, "get_base_model"):
@@ -267,7 +267,7 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> In
 
 
 def batch_size(microbatch: Inputs) -> int:
-    """The number of examples of a collated microbatch: the first tensor's leading dimension.
+    """Counts the rows of a collated microbatch by the first tensor's leading dimension.
 
     Raises:
       ValueError: no tensor has a dimension.
@@ -293,14 +293,14 @@ class Filled(dict[str, Tensor]):
 
 
 def num_examples(microbatch: Inputs) -> int:
-    """Rows that count: those of a `Filled` microbatch that are examples, else all."""
+    """Counts the rows that are examples: all but what fills up a `Filled` microbatch."""
     examples: int | None = getattr(microbatch, "examples", None)
     return batch_size(microbatch) if examples is None else examples
 
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
-    """model.eval() inside; on exit every module is back in the mode that it was in."""
+    """Sets `model.eval()` inside; on exit every module is back in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -337,7 +337,7 @@ def flattened_rows(batch: Mapping[str, Tensor], shape: torch.Size) -> dict[str, 
 
 
 def labels_of(inputs: Inputs, name: str = "labels") -> Tensor:
-    """The tensor `name` of a batch; ValueError if there is none."""
+    """Returns the tensor `name` of a batch; raises ValueError if there is none."""
     labels = inputs.get(name)
     if labels is None:
         raise ValueError(
@@ -348,7 +348,7 @@ def labels_of(inputs: Inputs, name: str = "labels") -> Tensor:
 
 
 def without_labels(inputs: Inputs, *names: str) -> dict[str, Tensor]:
-    """What of a batch goes to the model: given its labels it would compute a loss of its own.
+    """Leaves labels out of what goes to the model, which would compute a loss of its own.
 
     Args:
       inputs: the batch.

@@ -147,6 +147,7 @@ def build_hub_folder(
         staged = Path(temporary) / FOLDER_NAME
         staged.mkdir()
         _fill(source, staged, report, trajectory, repo_id)
+        # Only now, when the new folder is whole: a refusal above leaves the older one alone.
         if target.exists():
             shutil.rmtree(target)
         staged.replace(target)
@@ -216,7 +217,7 @@ def push(
 
 
 def _read_report(source: Path) -> PrivacyReport:
-    """The report; refuses links among the files that are written anew from what they say."""
+    """Reads the report; refuses links among the files that are written anew from what they say."""
     for name in (REPORT_FILE, RESULTS_FILE, RECIPE_FILE):
         if os.path.lexists(source / name):
             _check_plain(source / name)
@@ -231,7 +232,7 @@ def _read_report(source: Path) -> PrivacyReport:
 
 
 def _agreeing(source: Path, report: PrivacyReport) -> tuple[PrivacyReport, Trajectory]:
-    """Report and trajectory, compared; the report's words are derived from its numbers."""
+    """Compares report and trajectory, and derives the report's words from its numbers."""
     path = source / TRAJECTORY_FILE
     if not path.exists():
         raise FileNotFoundError(
@@ -266,7 +267,7 @@ def _check_files(source: Path) -> None:
 
 
 def _check_target(source: Path, target: Path) -> None:
-    """`target` may be replaced only if nothing but an older hub folder can be lost."""
+    """Refuses a target that holds anything but an older hub folder, which is replaced."""
     if target.resolve() == source.resolve():
         raise ValueError(f"folder={target} is the run's own folder; name another one.")
     if not target.exists():
@@ -436,7 +437,7 @@ OWN_SETTINGS = frozenset(
 
 
 def public_results(results: Mapping[str, Any]) -> dict[str, float]:
-    """Evaluation metrics and public counts; never a statistic of the training data, nor time or memory.
+    """Keeps evaluation metrics and public counts: no statistic of training rows, no time or memory.
 
     >>> public_results({"eval_accuracy": 0.8, "train_loss": 0.3, "epoch": 1.0})
     {'eval_accuracy': 0.8, 'epoch': 1.0}
@@ -452,7 +453,7 @@ def public_results(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def public_recipe(text: str) -> str:
-    """The fields of a recipe without secrets and machine-local settings; no other keys, no comments.
+    """Keeps the known fields of a recipe but for secrets and settings of one machine; no comments.
 
     Absolute paths keep their last part. Templates and names and words of labels stay as they are, also
     where they start like a path.
@@ -473,7 +474,7 @@ def public_recipe(text: str) -> str:
 
 
 def recipe_settings(text: str) -> dict[str, Any]:
-    """The keys and values of a recipe's text; an empty text has none."""
+    """Reads a recipe's text; an empty one has no settings."""
     settings = parse_yaml(text) if text.strip() else {}
     if not isinstance(settings, dict):
         raise ValueError(
@@ -483,7 +484,7 @@ def recipe_settings(text: str) -> dict[str, Any]:
 
 
 def _portable(name: str, value: Any) -> Any:
-    """The last part of a path on this machine; anything else as it is.
+    """Cuts a path on this machine to its last part, and leaves anything else as it is.
 
     Settings that hold paths are taken at their word, and so is text for a model. Elsewhere a path is
     what exists, or has several parts and no white space or braces.

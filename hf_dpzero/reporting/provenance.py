@@ -94,7 +94,7 @@ class Origin:
 
 
 def trained_as(origin: Origin) -> str | None:
-    """What is on record of a model's training: its report's statement; None without a trace of one."""
+    """Says what is on record of a model's training, in its report's words; None without a trace."""
     path = next(origin.records(), None)
     if path is None:
         return None
@@ -127,7 +127,7 @@ def base_names(model: nn.Module) -> list[str]:
 
 
 def base_origins(model: nn.Module) -> list[Origin]:
-    """As `base_names`; of Hub ids also the revision that was loaded."""
+    """Returns what `base_names` does; of Hub ids also the revision that was loaded."""
     return list(dict.fromkeys(Origin.of(name, revision) for name, revision in _bases(model)))
 
 
@@ -147,7 +147,7 @@ def _bases(model: nn.Module) -> Iterator[tuple[str, str | None]]:
 
 
 def earlier_runs(origins: Iterable[Origin], covered: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The runs of this package that made a base model, by what is on record of it; the latest first.
+    """Lists the runs of this package that a base model came out of, the latest first.
 
     A report that cannot be read, or that is not of the weights and the trajectory beside it, counts as
     NOT PRIVATE, and so does a ledger or a trajectory without a report. Of a folder only its name is
@@ -229,7 +229,7 @@ def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
 
 
 def earlier_plans(folder: str | None) -> tuple[tuple[PrivacyPlan, int], ...]:
-    """`PrivacyPlan.after` of a run that extends the one in `folder`; empty for None."""
+    """Returns `PrivacyPlan.after` of a run that extends the one in `folder`; () for None."""
     if folder is None:
         return ()
     report, ledger = read_extended(folder)
