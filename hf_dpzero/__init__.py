@@ -32,7 +32,7 @@ _HOME = {
     "PoissonSampler": "privacy.sampling",
     "PrivacyPlan": "privacy.plan",
     "PrivacyReport": "reporting.privacy_report",
-    "Release": "ledger.update_rules",
+    "Release": "ledger.trajectory",
     "ScalarMechanism": "privacy.mechanisms",
     "SecureNoise": "privacy.noise",
     "Trajectory": "ledger.trajectory",
@@ -47,8 +47,8 @@ __all__ = [*sorted(_HOME), "__version__"]
 
 if TYPE_CHECKING:
     from hf_dpzero.ledger.replay import replay as replay
+    from hf_dpzero.ledger.trajectory import Release as Release
     from hf_dpzero.ledger.trajectory import Trajectory as Trajectory
-    from hf_dpzero.ledger.update_rules import Release as Release
     from hf_dpzero.objectives.heads import register_objective as register_objective
     from hf_dpzero.perturbation.directions import Direction as Direction
     from hf_dpzero.perturbation.parameter_space import ParameterSpace as ParameterSpace

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hf_dpzero.objectives.losses import PerExampleLoss, Within
+from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, WrappedObjective
 from hf_dpzero.parallel.mesh import ALONE, Split
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hf_dpzero.ledger.trajectory import Trajectory
     from hf_dpzero.privacy.noise import NoiseSource
     from hf_dpzero.privacy.plan import PrivacyPlan
-    from hf_dpzero.reporting.budget import BudgetMeter
+    from hf_dpzero.reporting.plan_facts import BudgetMeter
     from hf_dpzero.settings.config import DPZeroConfig
 
 
@@ -72,7 +72,7 @@ class Run:
       evaluation: the public rows, one data set or none.
       rows_of: a data set -> its rows without the columns that the model does not take, and a collator.
       noise: what the user passed, or operating-system entropy.
-      around: turns an objective into one that is evaluated on the run's device, in its precision.
+      around: evaluates an objective on the run's device, in its precision.
       cut_model: splits the model over the processes, where FSDP2 was asked for.
       check_evaluation_rows: refuses evaluation data with private rows in it.
       readers: the trainer and its callbacks, which may read the weights between two steps.
@@ -105,7 +105,7 @@ class Run:
     dataset: Dataset
     rows_of: Callable[[Any], Rows]
     noise: NoiseSource
-    around: Callable[[PerExampleLoss], PerExampleLoss]
+    around: Callable[[PerExampleLoss, nn.Module, Inputs], Tensor]
     cut_model: Callable[[], None]
     check_evaluation_rows: Callable[[], None]
     readers: Callable[[], Sequence[object]]
@@ -137,10 +137,10 @@ class Run:
         return self.rows_of(self.dataset)
 
     @property
-    def evaluate(self) -> Within:
+    def evaluate(self) -> WrappedObjective:
         """(model, inputs) -> losses [B], on the run's device and in its precision."""
         assert self.objective is not None
-        return Within(self.objective, self.around)
+        return WrappedObjective(self.objective, self.around)
 
     @property
     def header(self) -> Mapping[str, Any]:

@@ -28,8 +28,7 @@ from transformers import (
 )
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Release, Trajectory
 from hf_dpzero.reporting.weights import digest_weights
 
 SHAPES: dict[str, dict[str, int]] = {

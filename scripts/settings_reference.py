@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_dpzero.estimators.finite_differences import STRATEGIES
-from hf_dpzero.ledger.update_rules import UPDATE_RULES
+from hf_dpzero.ledger.replay import UPDATE_RULES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS

@@ -71,7 +71,17 @@ SEGFORMER = {
     **{"decoder_hidden_size": 8, "num_labels": 3},
 }
 
+OPT = {**ENCODER, "ffn_dim": 24, "word_embed_proj_dim": 16}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "classes-bert": ("BertForSequenceClassification", {**ENCODER, "num_labels": 3}),
+    "classes-roberta": ("RobertaForSequenceClassification", {**ENCODER, "num_labels": 3}),
+    "classes-gpt2": ("GPT2ForSequenceClassification", {**GPT2, "num_labels": 3}),
+    "masked-bert": ("BertForMaskedLM", ENCODER),
+    "masked-roberta": ("RobertaForMaskedLM", ENCODER),
+    "causal-gpt2": ("GPT2LMHeadModel", GPT2),
+    "causal-opt": ("OPTForCausalLM", OPT),
+    "causal-llama": ("LlamaForCausalLM", {**ENCODER, "num_key_value_heads": 2}),
+    "summary-bart": ("BartForConditionalGeneration", BART),
     "span-bert": ("BertForQuestionAnswering", ENCODER),
     "span-roberta": ("RobertaForQuestionAnswering", ENCODER),
     "span-gpt2": ("GPT2ForQuestionAnswering", GPT2),
@@ -119,7 +129,18 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
         {**VISION, "image_size": [8, 8], "num_detection_tokens": 2},
     ),
 }  # fmt: skip
-TEXTS = ("span", "tokens", "choice", "next", "regression", "multilabel", "summary")
+TEXTS = (
+    "classes",
+    "masked",
+    "causal",
+    "span",
+    "tokens",
+    "choice",
+    "next",
+    "regression",
+    "multilabel",
+    "summary",
+)
 
 
 def build(name: str, **settings: Any) -> nn.Module:
@@ -187,7 +208,10 @@ def _row(head: str, length: int, number: int, generator: torch.Generator) -> dic
     if head == "span":  # the last row's answer was cut off
         ends = (length - 1, length + 4)[number % 4 == 3]
         return {**row, "start_positions": torch.tensor([1]), "end_positions": torch.tensor([ends])}
-    if head == "tokens":
+    if head in ("masked", "causal"):
+        row["labels"] = row["input_ids"].clone()
+        row["labels"][0, : length // 2] = -100
+    elif head == "tokens":
         row["labels"] = row["input_ids"] % 3
         row["labels"][0, 0] = -100
     elif head == "summary":

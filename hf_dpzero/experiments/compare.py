@@ -28,7 +28,7 @@ from hf_dpzero.recipes.recipe import (
     parse_overrides,
     recipe_chain,
 )
-from hf_dpzero.reporting.plots import optional_plot
+from hf_dpzero.reporting.model_card import optional_plot
 from hf_dpzero.reporting.privacy_report import versions
 from hf_dpzero.shipped import find_recipe
 

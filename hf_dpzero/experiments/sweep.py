@@ -25,7 +25,8 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy import private_selection as selection
 from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
-from hf_dpzero.reporting.redaction import public_results
+from hf_dpzero.reporting.hub import public_results
+from hf_dpzero.reporting.wording import Tuning
 from hf_dpzero.shipped import find_config
 from hf_dpzero.tasks import build_task, same_rows
 from hf_dpzero.tasks.arguments import DataArguments
@@ -111,7 +112,7 @@ class Prepared:
     extra: Mapping[str, Any]  # settings of every trial beside its point: noise, where logs may go
     num_examples: int  # n of the training data
     metric: str  # key of `all_results.json` that scores a trial
-    tuning: str | Mapping[str, Any]  # the entry of the trials' privacy reports
+    tuning: Tuning  # the entry of the trials' privacy reports
     epsilon: float | None = None  # of everything released together; None where nothing is claimed
     epsilon_one_run: float | None = None  # of one trial alone
     delta: float | None = None  # of both

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hf_dpzero.experiments.results import JSON_FILE, STATUSES, Cell, Record
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.reporting.plots import new_figure, optional_plot
+from hf_dpzero.reporting.model_card import new_figure, optional_plot
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
 from hf_dpzero.values import encode
 

@@ -30,8 +30,7 @@ from hf_dpzero.federated.messages import (
 from hf_dpzero.federated.plan import LocalPlan, PlanError, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
 from hf_dpzero.ledger.replay import apply_release, directions_of
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.objectives.losses import Filled, num_examples
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 from hf_dpzero.run_folder.keys import digest_of_rows

@@ -35,7 +35,7 @@ from hf_dpzero.ledger.log_file import (
     never_written,
     split_header,
 )
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 
 MAGIC = b"dpz1"
 ASK, VALUES, BEHIND, NOTHING = 1, 2, 3, 4

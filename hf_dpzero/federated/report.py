@@ -29,11 +29,18 @@ from hf_dpzero.federated.server import Member, RoundServer
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise, is_seeded
-from hf_dpzero.reporting.federated_words import CAVEATS, caveats_of
-from hf_dpzero.reporting.plots import new_figure, optional_plot
+from hf_dpzero.reporting.model_card import new_figure, optional_plot
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.reporting.wording import UNSEEN_CAVEAT, delta_words, number, relation_words, round_up
+from hf_dpzero.reporting.wording import (
+    FEDERATED_CAVEATS,
+    UNSEEN_CAVEAT,
+    delta_words,
+    federated_caveats,
+    number,
+    relation_words,
+    round_up,
+)
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -77,7 +84,7 @@ def federated_report(
         "strangers_refused": dict(server.strangers),
         "payload_bytes_of_a_client_and_round": round(payloads / max(1, rounds_of_clients), 1),
         "evaluations": [dict(entry) for entry in metrics],
-        "caveats": [UNSEEN_CAVEAT, *CAVEATS],
+        "caveats": [UNSEEN_CAVEAT, *FEDERATED_CAVEATS],
     }
 
 
@@ -233,7 +240,7 @@ def save_costliest(
         "federated": {**header["federated"], "clients": len(costs), "steps": own.steps},
     }
     Trajectory(header, server.trajectory.releases).to_safetensors(server.folder / SHIPPING_NAME)
-    caveats = [own.caveats[0], *caveats_of(header), *own.caveats[1:]]
+    caveats = [own.caveats[0], *federated_caveats(header), *own.caveats[1:]]
     bound_to(dataclasses.replace(own, caveats=caveats), server.folder).save(
         server.folder / REPORT_FILE
     )

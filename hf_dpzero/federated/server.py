@@ -35,8 +35,7 @@ from hf_dpzero.federated.messages import (
 from hf_dpzero.federated.node import NAME
 from hf_dpzero.federated.plan import ContractError, LocalPlan, check_plan, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.privacy.discretization import float32s
 
 MEMBERS_NAME, MESSAGES_NAME = "clients.json", "messages.ledger"

@@ -27,8 +27,9 @@ def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _add_bytes(digest: Any, tensor: Tensor) -> None:
+def _add_bytes(digest: hashlib._Hash, tensor: Tensor) -> None:
     content = whole(tensor).detach().contiguous().view(-1).view(torch.uint8)
+    # In chunks: a tensor on an accelerator is never on the CPU as a whole.
     for start in range(0, content.numel(), _CHUNK):
         digest.update(content[start : start + _CHUNK].cpu().numpy().data)
 

@@ -9,7 +9,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _SECTOR = 512
 
@@ -41,6 +41,7 @@ def create_whole(path: Path, content: bytes) -> None:
             flush(file)
         draft.chmod(0o644)
         try:
+            # A link, not a rename: of two runs that start at once, one finds the file there.
             os.link(draft, path)
         except FileExistsError:
             raise
@@ -63,15 +64,15 @@ def append_whole(path: Path, record: bytes) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    with open(
-        path, "r+b", buffering=0
-    ) as file:  # a buffer would be written again when it is closed
+    # Without a buffer, which would be written again when the file is closed.
+    with open(path, "r+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             while record:
                 record = record[file.write(record) :]
             flush(file)
         except BaseException:
+            # Half a record would stand before the next one, or claim a release that was not made.
             os.ftruncate(file.fileno(), size)
             raise
 
@@ -89,7 +90,7 @@ def never_written(raw: bytes, start: int) -> bool:
     return any(not any(raw[place:]) for place in (start, *sectors))
 
 
-def flush(file: Any) -> None:
+def flush(file: IO[Any]) -> None:
     """Makes what was written to an open file durable."""
     file.flush()
     os.fsync(file.fileno())
@@ -105,7 +106,7 @@ def flush_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def locked(path: Path) -> Any:
+def locked(path: Path) -> IO[bytes]:
     """Opens the ledger and holds it for this run alone until the handle is closed.
 
     Raises:

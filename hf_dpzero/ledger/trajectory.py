@@ -15,7 +15,6 @@ releases so far.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -38,19 +37,28 @@ from hf_dpzero.ledger.log_file import (
     never_written,
     split_header,
 )
-from hf_dpzero.ledger.update_rules import (
-    Release,
-    Term,
-    UpdateRule,
-    update_rule_from_dict,
-    update_terms,
-)
 
 FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
 
 _FLOAT32 = struct.Struct("<f")
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+
+
+class Release(NamedTuple):
+    """What one step made public.
+
+    Attributes:
+      step: from 0.
+      values: the K noised means, each a float32 number, and what else the step released (the share of
+        unclipped examples that an adaptive clip follows); no means for a mechanism that cannot be
+        replayed (DPGD-0th releases a d-vector, which only the weights hold).
+      learning_rate: of this step.
+    """
+
+    step: int
+    values: tuple[float, ...]
+    learning_rate: float
 
 
 class Trajectory:
@@ -84,7 +92,7 @@ class Trajectory:
                 "have other numbers; use that release."
             )
         self.path = path
-        self._lock: Any = None
+        self._lock: IO[bytes] | None = None
         self._size = 0
         self.releases: list[Release] = []
         for release in releases:
@@ -192,7 +200,7 @@ class Trajectory:
         return trajectory, len(raw) - len(body) + whole
 
     def _refuse_other(self, header: Mapping[str, Any], path: Path) -> None:
-        wanted = json.loads(json.dumps(header))
+        wanted = json.loads(json.dumps(header))  # tuples are lists in the file
         own = flat({name: self.header.get(name) for name in wanted})
         now = flat(wanted)
         changed = [
@@ -209,7 +217,7 @@ class Trajectory:
             )
 
     def close(self) -> None:
-        """Lets other processes continue the ledger; nothing can be appended here any more."""
+        """Releases the file to other processes; nothing can be appended here any more."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -223,7 +231,7 @@ class Trajectory:
 
     @property
     def num_directions(self) -> int:
-        """K."""
+        """Number of directions a step, K."""
         return int(self.header["num_directions"])
 
     @property
@@ -241,28 +249,6 @@ class Trajectory:
         """The release of `step`, or None."""
         return self.releases[step] if 0 <= step < len(self.releases) else None
 
-    def update_terms(self, step: int) -> list[Term]:
-        """What the update of `step` is made of, by the header's rule; see `update_rules`.
-
-        A function of the header and the releases up to that step alone, at the cost of the rule's
-        window.
-
-        Raises:
-          LedgerError: the step was not released, or no rule of that name is known.
-        """
-        if self.get(step) is None:
-            raise LedgerError(
-                f"step {step} has no update: the last release is of {self.next_step - 1}."
-            )
-        return update_terms(self._rule, self.num_directions, self.releases, step)
-
-    @functools.cached_property
-    def _rule(self) -> UpdateRule:
-        try:
-            return update_rule_from_dict(self.header["update_rule"])
-        except ValueError as error:
-            raise LedgerError(f"the header's {error}") from None
-
     def append(self, release: Release) -> None:
         """Adds a record; on return it is on disk (flushed and synced).
 
@@ -279,6 +265,7 @@ class Trajectory:
                 raise LedgerError(f"{self.path} was closed: open it again to continue it.")
             record = self._pack(release)
             try:
+                # Somebody may have written to the file, or put another one in its place.
                 found, held = os.stat(self.path), os.fstat(self._lock.fileno())
                 if found.st_size != self._size or not os.path.samestat(found, held):
                     raise LedgerError(
@@ -379,7 +366,7 @@ def _checksum(header: str, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, keys joined by dots."""
+    """Flattens nested dictionaries into one, whose keys are joined by dots."""
     joined: dict[str, Any] = {}
     for name, value in values.items():
         joined |= (

@@ -162,28 +162,25 @@ def alone(inputs: Inputs) -> Iterator[Inputs]:
 
 
 def _trimmed(example: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cuts every tensor of the shape of `input_ids`, `[1, T]` or `[1, L, T]`."""
+    """Cuts every tensor of the shape of `input_ids`, `[1, T]` or `[1, L, T]`, to its own tokens."""
     mask = example.get("attention_mask")
     if mask is None:
         return example
-    spans = [_span(row) for row in mask.flatten(0, -2)]
-    alike = {name: value for name, value in example.items() if value.shape == mask.shape}
-    return {**example, **{name: _cut(value, spans) for name, value in alike.items()}}
-
-
-def _span(mask: Tensor) -> tuple[int, int]:
-    """From the first attended token of `[T]` to behind the last."""
-    attended = mask.nonzero().flatten().tolist()
-    if not attended:
-        raise ValueError("a row of the batch has no attended token: drop empty examples.")
-    return attended[0], attended[-1] + 1
-
-
-def _cut(value: Tensor, spans: list[tuple[int, int]]) -> Tensor:
+    spans = []
+    for row in mask.flatten(0, -2):
+        attended = row.nonzero().flatten().tolist()
+        if not attended:
+            raise ValueError("a row of the batch has no attended token: drop empty examples.")
+        spans.append((attended[0], attended[-1] + 1))
     width = max(stop - start for start, stop in spans)
-    rows = zip(value.flatten(0, -2), spans, strict=True)
-    cut = [F.pad(row[i:j], (0, width - (j - i))) for row, (i, j) in rows]
-    return torch.stack(cut).reshape(*value.shape[:-1], width)
+    found = dict(example)
+    for name, value in example.items():
+        if value.shape == mask.shape:
+            rows = zip(value.flatten(0, -2), spans, strict=True)
+            # Candidates of one example differ in length: zeros that are not attended to fill up.
+            own = [F.pad(row[i:j], (0, width - (j - i))) for row, (i, j) in rows]
+            found[name] = torch.stack(own).reshape(*value.shape[:-1], width)
+    return found
 
 
 def _one_by_one(evaluate: PerExampleLoss, model: nn.Module, inputs: Inputs) -> Tensor:

@@ -14,8 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model, take_columns
-from hf_dpzero.objectives.selected_logits import selected_logits
+from hf_dpzero.objectives.losses import (
+    IGNORE_INDEX,
+    Inputs,
+    base_model,
+    is_compiled,
+    model_logits,
+    right_padded,
+    take_columns,
+)
 
 Decoded = tuple[Tensor, Tensor]
 """New tokens `[B, n]`, and float32 logits: `[B, n]` of each, or `[B]`."""
@@ -194,3 +201,64 @@ def _virtual_tokens(model: nn.Module) -> int:
 def _stopped(tokens: Tensor, stops: Sequence[int]) -> Tensor:
     """Where a row of `[B, n]` has met a stop token, from that token on."""
     return torch.isin(tokens, tokens.new_tensor(list(stops))).cumsum(dim=1) > 0
+
+
+def selected_logits(model: nn.Module, inputs: Inputs, positions: Tensor) -> Tensor:
+    """Logits at P positions of each row.
+
+    Equal to the full logits at these positions (up to the rounding of a smaller matrix product): the
+    hidden states are gathered as they enter the output embedding. Where that is not to be done (a
+    compiled model, or one without an output embedding that takes `[B, T, h]`), all logits are
+    computed and then gathered.
+
+    Args:
+      model: a language model, also under PEFT.
+      inputs: what its forward takes, `[B, T]`; padded on either side.
+      positions: `[B, P]` int64, counted from each row's first attended token.
+
+    Returns:
+      `[B, P, V]` in the model's dtype.
+    """
+    batch = right_padded(inputs)
+    gathering = _Gathering(positions + _starts(batch), batch["input_ids"].shape[1])
+    get: Any = getattr(base_model(model), "get_output_embeddings", None)
+    # A hook on a compiled model would not be called, or would break its graph.
+    head = None if get is None or is_compiled(model) else get()
+    if not isinstance(head, nn.Module):
+        return gathering.of(model_logits(model, batch))
+    handle = head.register_forward_pre_hook(gathering.before)
+    try:
+        logits = model_logits(model, batch)
+    finally:
+        handle.remove()
+    return logits if gathering.done else gathering.of(logits)
+
+
+class _Gathering:
+    """Takes rows of `[B, T, ...]` states at positions `[B, P]`, of the last `length` if T is larger."""
+
+    def __init__(self, positions: Tensor, length: int) -> None:
+        self.positions, self.length = positions, length
+        self.done = False
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """A forward pre-hook of the output embedding."""
+        if len(args) != 1 or not isinstance(states := args[0], Tensor) or states.dim() != 3:
+            return None  # not `[B, T, h]`: logits are gathered, in place of states
+        if len(states) != len(self.positions) or states.shape[1] < self.length:
+            return None
+        self.done = True
+        return (self.of(states),)
+
+    def of(self, states: Tensor) -> Tensor:
+        """`[B, P, ...]`; virtual tokens of prompt tuning stand in front and are not counted."""
+        virtual = states.shape[1] - self.length
+        return take_columns(states, (self.positions + virtual).to(states.device))
+
+
+def _starts(batch: Inputs) -> Tensor | int:
+    """Where each row's tokens begin, `[B, 1]`: 0 but for rows that `right_padded` left alone."""
+    mask = batch.get("attention_mask")
+    if mask is None or "position_ids" not in batch:
+        return 0
+    return mask.ne(0).int().argmax(dim=1, keepdim=True)

@@ -132,19 +132,15 @@ def question_answering_objective(model: nn.Module, inputs: Inputs) -> Tensor:
     mask = batch.get("attention_mask")
     if mask is not None and batch is not inputs:  # positions move along with the tokens
         first = inputs["attention_mask"].ne(0).int().argmax(dim=1)
-        starts, ends = (_rolled(p.reshape(-1), first, width) for p in (starts, ends))
+        inside = (p.reshape(-1).clamp(0, width) for p in (starts, ends))
+        # Positions outside of the row stay outside.
+        starts, ends = (torch.where(p < width, (p - first) % width, width) for p in inside)
     labelled = ("labels", "start_positions", "end_positions")
     outputs = model_outputs(model, without_labels(batch, *labelled))
     names = (0, 1) if isinstance(outputs, tuple) else ("start_logits", "end_logits")
     # Prompt tuning puts virtual tokens in front: the last T positions are the text's.
     start_logits, end_logits = (outputs[name][:, -width:] for name in names)
     return span_losses(start_logits, end_logits, starts, ends, mask)
-
-
-def _rolled(positions: Tensor, first: Tensor, width: int) -> Tensor:
-    """Where columns are after `right_padded`; positions outside the row stay outside."""
-    inside = positions.clamp(0, width)
-    return torch.where(inside < width, (inside - first) % width, width)
 
 
 def token_classification_objective(
@@ -390,21 +386,13 @@ def _fitting(model: nn.Module, known: dict[str, PerExampleLoss]) -> PerExampleLo
         if not ends:
             continue
         objective = known[max(ends, key=len)]
-        if objective is seq2seq_objective and not _is_encoder_decoder(base):
+        config: Any = getattr(base, "config", None)
+        # Some decoders are called ...ForConditionalGeneration.
+        if objective is seq2seq_objective and not getattr(config, "is_encoder_decoder", False):
             return causal_lm_objective
-        if objective is question_answering_objective and not _scores_spans(base):
+        # Heads for visual and table questions take `labels`; XLNet and XLM search spans by a beam.
+        spans = takes(base, "start_positions") and not takes(base, "p_mask")
+        if objective is question_answering_objective and not spans:
             return own_loss_objective
         return objective
     return None
-
-
-def _is_encoder_decoder(base: nn.Module) -> bool:
-    return bool(getattr(getattr(base, "config", None), "is_encoder_decoder", False))
-
-
-def _scores_spans(base: nn.Module) -> bool:
-    """Whether a question answering head scores each token as start and end, and nothing else.
-
-    Not those of visual and table questions, which take `labels`, nor the beam search of XLNet and XLM.
-    """
-    return takes(base, "start_positions") and not takes(base, "p_mask")

@@ -14,17 +14,14 @@ precision logits, one example at a time for language models: the float32 copy is
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from hf_dpzero.objectives.label_checks import check_labels_in_range
 
 Inputs = Mapping[str, Tensor]
 PerExampleLoss = Callable[[nn.Module, Inputs], Tensor]
@@ -67,14 +64,24 @@ def classification_losses(
         raise ValueError(
             f"problem_type={problem_type!r} is unknown; use one of {', '.join(_PROBLEMS)}."
         )
-    _check_one_target(labels, logits, kind := problem_type)
+    kind, (rows, outputs) = problem_type, logits.shape
+    whole = labels.dim() < 2 and not labels.is_floating_point()
+    # Without a problem_type, B integers for one logit are regression, and for more they are classes.
+    numbers = labels.numel() == rows * outputs and (kind or not whole or outputs == 1)
+    classes = labels.numel() == rows and (kind == _PROBLEMS[1] or (whole and not kind))
+    if not numbers and not classes:
+        raise ValueError(
+            f"labels of shape {list(labels.shape)} and {labels.dtype} for {outputs} logits: one integer "
+            f"a row is a class, {outputs} numbers a row are several labels, and one number a row needs "
+            "a model with num_labels=1."
+        )
     if not kind:
         several = labels.is_floating_point() or labels.dim() == 2
         kind = "multi_label_classification" if several else "single_label_classification"
         kind = "regression" if logits.shape[1] == 1 else kind
     if kind == "single_label_classification":
-        check_labels_in_range(classes := labels.reshape(-1).long(), logits.shape[1])
-        return F.cross_entropy(logits, classes, reduction="none", label_smoothing=label_smoothing)
+        check_labels_in_range(targets := labels.reshape(-1).long(), outputs)
+        return F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
     if label_smoothing:
         raise ValueError(
             f"label_smoothing_factor={label_smoothing} with problem_type={kind!r}, whose labels are not "
@@ -84,21 +91,6 @@ def classification_losses(
     if kind == "regression":
         return (logits - targets).square().mean(dim=1)
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(dim=1)
-
-
-def _check_one_target(labels: Tensor, logits: Tensor, kind: str | None) -> None:
-    """Refuses labels of a shape that no reading of them fits; names no label."""
-    rows, outputs = logits.shape
-    classes = labels.dim() < 2 and not labels.is_floating_point()
-    if labels.numel() == rows * outputs and (kind or not classes or outputs == 1):
-        return
-    if labels.numel() == rows and (kind == "single_label_classification" or (classes and not kind)):
-        return
-    raise ValueError(
-        f"labels of shape {list(labels.shape)} and {labels.dtype} for {outputs} logits: one integer "
-        f"a row is a class, {outputs} numbers a row are several labels, and one number a row needs a "
-        "model with num_labels=1."
-    )
 
 
 def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -136,7 +128,7 @@ def last_predictors(labels: Tensor) -> int:
 
 
 def power_of_two(count: int, most: int) -> int:
-    """`count` rounded up to a power of two, at most `most`."""
+    """Rounds `count` up to a power of two, at most `most`."""
     return min(most, 1 << max(count - 1, 0).bit_length())
 
 
@@ -164,7 +156,7 @@ def check_differentiable(objective: PerExampleLoss) -> None:
 
 
 def trial(objective: PerExampleLoss) -> PerExampleLoss:
-    """What stands for the objective where two ways of evaluating it are compared.
+    """Returns what stands for the objective where two ways of evaluating it are compared.
 
     `objective.trial`, per-example numbers that every bit of its forward passes has a share in, for
     losses that do not move with them, such as 0/1 losses. The objective itself if it has none.
@@ -173,42 +165,30 @@ def trial(objective: PerExampleLoss) -> PerExampleLoss:
     return own
 
 
-@dataclass(frozen=True)
-class Within:
-    """An objective evaluated in another way, with what it says of itself.
+class WrappedObjective:
+    """An objective that is evaluated in another way: on some device, in some precision, weighted.
 
     Attributes:
       objective: whose losses these are.
-      around: turns an objective into one that is evaluated on some device, in some precision, ...
+      evaluate: (objective, model, inputs) -> losses `[B]`; calls the objective once.
+      single_pass, differentiable: what the objective says of itself.
     """
 
-    objective: PerExampleLoss
-    around: Callable[[PerExampleLoss], PerExampleLoss]
+    def __init__(
+        self,
+        objective: PerExampleLoss,
+        evaluate: Callable[[PerExampleLoss, nn.Module, Inputs], Tensor],
+    ) -> None:
+        self.objective, self.evaluate = objective, evaluate
+        self.single_pass, self.differentiable = single_pass(objective), differentiable(objective)
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Per-example losses `[B]`."""
-        return self.around(self.objective)(model, inputs)
+        """Returns per-example losses `[B]`."""
+        return self.evaluate(self.objective, model, inputs)
 
     def trial(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """See `trial`.
-
-        Args:
-          model, inputs: of the objective.
-
-        Returns:
-          `[B]` float32.
-        """
-        return self.around(trial(self.objective))(model, inputs)
-
-    @property
-    def single_pass(self) -> bool:
-        """See `single_pass`."""
-        return single_pass(self.objective)
-
-    @property
-    def differentiable(self) -> bool:
-        """See `differentiable`."""
-        return differentiable(self.objective)
+        """Returns the numbers `[B]` of the objective's own `trial`, evaluated in the same way."""
+        return self.evaluate(trial(self.objective), model, inputs)
 
 
 def check_per_example(losses: Any, batch_size: int) -> Tensor:
@@ -247,7 +227,7 @@ def check_per_example(losses: Any, batch_size: int) -> Tensor:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model under PEFT, `torch.compile` and data-parallel wrappers; the bare model as is."""
+    """Unwraps a model from PEFT, `torch.compile` and data-parallel wrappers."""
     base: Any = model
     while True:
         if hasattr(base, "get_base_model"):
@@ -287,7 +267,7 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> In
 
 
 def batch_size(microbatch: Inputs) -> int:
-    """The number of examples of a collated microbatch: the first tensor's leading dimension.
+    """Counts the rows of a collated microbatch by the first tensor's leading dimension.
 
     Raises:
       ValueError: no tensor has a dimension.
@@ -313,14 +293,14 @@ class Filled(dict[str, Tensor]):
 
 
 def num_examples(microbatch: Inputs) -> int:
-    """Rows that count: those of a `Filled` microbatch that are examples, else all."""
+    """Counts the rows that are examples: all but what fills up a `Filled` microbatch."""
     examples: int | None = getattr(microbatch, "examples", None)
     return batch_size(microbatch) if examples is None else examples
 
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
-    """model.eval() inside; on exit every module is back in the mode that it was in."""
+    """Sets `model.eval()` inside; on exit every module is back in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -357,7 +337,7 @@ def flattened_rows(batch: Mapping[str, Tensor], shape: torch.Size) -> dict[str, 
 
 
 def labels_of(inputs: Inputs, name: str = "labels") -> Tensor:
-    """The tensor `name` of a batch; ValueError if there is none."""
+    """Returns the tensor `name` of a batch; raises ValueError if there is none."""
     labels = inputs.get(name)
     if labels is None:
         raise ValueError(
@@ -368,7 +348,7 @@ def labels_of(inputs: Inputs, name: str = "labels") -> Tensor:
 
 
 def without_labels(inputs: Inputs, *names: str) -> dict[str, Tensor]:
-    """What of a batch goes to the model: given its labels it would compute a loss of its own.
+    """Leaves labels out of what goes to the model, which would compute a loss of its own.
 
     Args:
       inputs: the batch.
@@ -381,6 +361,20 @@ def without_labels(inputs: Inputs, *names: str) -> dict[str, Tensor]:
     return {k: value for k, value in inputs.items() if k not in left_out and value is not None}
 
 
+# What a model's forward takes does not change in a run, and is asked in every pass. Weak keys: the
+# table keeps no model alive.
+_ARGUMENTS: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Returns whether the forward of the model under its wrappers names an argument."""
+    known = _ARGUMENTS.get(model)
+    if known is None:
+        forward = type(base_model(model)).forward
+        known = _ARGUMENTS[model] = frozenset(inspect.signature(forward).parameters)
+    return argument in known
+
+
 def model_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Runs the model; no key-value cache is kept where it takes `use_cache`.
 
@@ -391,30 +385,13 @@ def model_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     Returns:
       What it returns: a mapping, or a tuple.
     """
-    cache = {"use_cache": False} if takes(model, "use_cache") else {}
-    return model(**{**cache, **inputs})
+    return model(**({"use_cache": False, **inputs} if takes(model, "use_cache") else inputs))
 
 
 def model_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Runs the model for its logits.
-
-    Args:
-      model: with a head, also under PEFT.
-      inputs: keyword arguments of its forward, without labels.
-
-    Returns:
-      Its logits, `[B, T, V]` of a language model.
-    """
+    """Runs the model as `model_outputs` does, for its logits; `[B, T, V]` of a language model."""
     outputs = model_outputs(model, inputs)
     return outputs[0] if isinstance(outputs, tuple) else outputs["logits"]
-
-
-def takes(model: nn.Module, argument: str) -> bool:
-    """Whether the forward of the model under its wrappers names an argument."""
-    return argument in _signature(type(base_model(model)).forward).parameters
-
-
-_signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -423,3 +400,30 @@ def is_compiled(model: nn.Module) -> bool:
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
     )
+
+
+def check_labels_in_range(labels: Tensor, classes: int) -> None:
+    """Refuses labels outside 0 .. classes - 1 other than -100, which losses ignore.
+
+    The error names no label, for it may be a private row's.
+
+    Args:
+      labels: integers of any shape.
+      classes: number of logits that a label chooses from.
+
+    Raises:
+      ValueError: says which labels the model has, and which setting gives it others.
+
+    >>> import torch
+    >>> check_labels_in_range(torch.tensor([0, 1, -100]), classes=2)
+    """
+    if labels.is_meta:  # a plan's: shapes without values
+        return
+    outside = (labels >= classes) | ((labels < 0) & (labels != IGNORE_INDEX))
+    if bool(outside.any()):
+        raise ValueError(
+            f"a label is out of range: the model has {classes} logits, so labels are 0 to "
+            f"{classes - 1}, or {IGNORE_INDEX} for what is ignored. Number the labels from 0, or load "
+            "the model with num_labels of the data (a language model: with embeddings resized to the "
+            "tokenizer's vocabulary)."
+        )

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.generation import greedy
+from hf_dpzero.objectives.generation import greedy, selected_logits
 from hf_dpzero.objectives.losses import (
     IGNORE_INDEX,
     TOKEN_KEYS,
@@ -34,7 +34,6 @@ from hf_dpzero.objectives.losses import (
     token_losses,
     without_labels,
 )
-from hf_dpzero.objectives.selected_logits import selected_logits
 
 
 class PromptObjective(ABC):

@@ -2,42 +2,44 @@
 
 `build_hub_folder` copies by an allow list. Whatever it does not name (the `_private` folder,
 checkpoints, optimizer and generator states, pickled arguments, logs) never reaches the folder, and
-recipe and results are reduced to what is public (`redaction`). A run is not shipped if its report is
+recipe and results are reduced to what is public (`public_recipe`, `public_results`). A run is not
+shipped if its report is
 missing, disagrees with the trajectory, was written for other weights, or says NOT PRIVATE and that was
 not allowed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import fnmatch
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.reporting.model_card import model_card, task_of
-from hf_dpzero.reporting.plots import PLOT_FILE
+from hf_dpzero.reporting.model_card import PLOT_FILE, model_card, task_of
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.redaction import (
-    RECIPE_FILE,
-    public_recipe,
-    public_results,
-    recipe_settings,
-)
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing, check_weights
 from hf_dpzero.reporting.weights import SHARDS, WEIGHTS, weight_files
+from hf_dpzero.values import parse_yaml
 
 if TYPE_CHECKING:
     from hf_dpzero.ledger.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-CARD_FILE, RESULTS_FILE, ADAPTER_FILE = "README.md", "all_results.json", "adapter_config.json"
+CARD_FILE, RESULTS_FILE, RECIPE_FILE = "README.md", "all_results.json", "recipe.yaml"
+ADAPTER_FILE = "adapter_config.json"
 INITIAL_VALUES_FILE = "initial_values.safetensors"
 FOLDER_NAME = "hub"
 
@@ -145,6 +147,7 @@ def build_hub_folder(
         staged = Path(temporary) / FOLDER_NAME
         staged.mkdir()
         _fill(source, staged, report, trajectory, repo_id)
+        # Only now, when the new folder is whole: a refusal above leaves the older one alone.
         if target.exists():
             shutil.rmtree(target)
         staged.replace(target)
@@ -186,22 +189,35 @@ def push(
       PermissionError: no token, a token that may not write, or a public repository.
       ConnectionError: offline mode, or the Hub cannot be reached.
     """
+    from huggingface_hub import constants, get_token
     from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(repo_id)
-    token = None if dry_run else _require_token(token)
+    if not dry_run and constants.HF_HUB_OFFLINE:
+        raise ConnectionError(
+            "HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or make the "
+            "folder by `hf-dpzero push FOLDER --dry_run` and upload it later."
+        )
+    token = None if dry_run else token or get_token()
+    if not dry_run and not token:
+        raise PermissionError(
+            "There is no Hub token: run `hf auth login`, set HF_TOKEN, or pass token=...; "
+            "`hf-dpzero push FOLDER --dry_run` needs none."
+        )
     folder = build_hub_folder(
         output_dir,
         Path(output_dir) / FOLDER_NAME,
         allow_not_private=allow_not_private,
         repo_id=repo_id,
     )
+    if token is None:
+        return str(folder)
     commit = {"commit_message": commit_message or _MESSAGE, "revision": revision}
-    return str(folder) if dry_run else _upload(folder, repo_id, private, token, commit)
+    return _upload(folder, repo_id, private, token, commit)
 
 
 def _read_report(source: Path) -> PrivacyReport:
-    """The report; refuses links among the files that are written anew from what they say."""
+    """Reads the report; refuses links among the files that are written anew from what they say."""
     for name in (REPORT_FILE, RESULTS_FILE, RECIPE_FILE):
         if os.path.lexists(source / name):
             _check_plain(source / name)
@@ -216,7 +232,7 @@ def _read_report(source: Path) -> PrivacyReport:
 
 
 def _agreeing(source: Path, report: PrivacyReport) -> tuple[PrivacyReport, Trajectory]:
-    """Report and trajectory, compared; the report's words are derived from its numbers."""
+    """Compares report and trajectory, and derives the report's words from its numbers."""
     path = source / TRAJECTORY_FILE
     if not path.exists():
         raise FileNotFoundError(
@@ -251,7 +267,7 @@ def _check_files(source: Path) -> None:
 
 
 def _check_target(source: Path, target: Path) -> None:
-    """`target` may be replaced only if nothing but an older hub folder can be lost."""
+    """Refuses a target that holds anything but an older hub folder, which is replaced."""
     if target.resolve() == source.resolve():
         raise ValueError(f"folder={target} is the run's own folder; name another one.")
     if not target.exists():
@@ -268,10 +284,18 @@ def _check_target(source: Path, target: Path) -> None:
 def _fill(
     source: Path, staged: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
-    for path in _copied_files(source):
+    for path in sorted(source.iterdir()):
+        if not _named(path.name, COPIED):
+            continue
+        _check_plain(path)
         shutil.copyfile(path, staged / path.name)
     report.save(staged)
-    _reduce_base_path(staged / ADAPTER_FILE)
+    # An adapter's base model that is a local folder goes by the folder's name, as in the recipe.
+    adapter = _read_json(staged / ADAPTER_FILE)
+    base = adapter.get("base_model_name_or_path")
+    if base and (Path(base).is_absolute() or Path(base).is_dir()):
+        text = json.dumps({**adapter, "base_model_name_or_path": Path(base).name}, indent=2)
+        (staged / ADAPTER_FILE).write_text(text + "\n", encoding="utf-8")
     metrics = public_results(_read_json(source / RESULTS_FILE))
     if metrics:
         text = json.dumps(metrics, indent=4, allow_nan=False)
@@ -280,14 +304,6 @@ def _fill(
     if recipe:
         (staged / RECIPE_FILE).write_text(recipe, encoding="utf-8")
     _write_card(staged, report, trajectory, repo_id)
-
-
-def _copied_files(source: Path) -> Iterable[Path]:
-    for path in sorted(source.iterdir()):
-        if not _named(path.name, COPIED):
-            continue
-        _check_plain(path)
-        yield path
 
 
 def _check_plain(path: Path) -> None:
@@ -307,30 +323,24 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    text = _read_text(path)
-    return dict(json.loads(text)) if text else {}
-
-
-def _reduce_base_path(adapter: Path) -> None:
-    """An adapter's base model that is a local folder goes by the folder's name, as in the recipe."""
-    values = _read_json(adapter)
-    base = values.get("base_model_name_or_path")
-    if not base or not (Path(base).is_absolute() or Path(base).is_dir()):
-        return
-    adapter.write_text(
-        json.dumps({**values, "base_model_name_or_path": Path(base).name}, indent=2) + "\n",
-        encoding="utf-8",
-    )
+    return dict(json.loads(_read_text(path) or "{}"))
 
 
 def _write_card(
     folder: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
-    """The card of the run whose files `folder` holds, from what of them is public."""
+    """Writes the card of the run whose files `folder` holds, from what of them is public."""
+    from safetensors import SafetensorError, safe_open
+
     recipe = public_recipe(_read_text(folder / RECIPE_FILE))
     settings = recipe_settings(recipe)
     adapter, config = _read_json(folder / ADAPTER_FILE), _read_json(folder / "config.json")
-    base_of_replay = _base_of_replay(folder, trajectory)
+    base_of_replay = None  # names what this run's initial values go with
+    with contextlib.suppress(OSError, SafetensorError):
+        with safe_open(folder / INITIAL_VALUES_FILE, framework="pt") as file:
+            values = file.metadata() or {}
+        if values.get("base_model_digest") == trajectory.header["base_model_digest"]:
+            base_of_replay = values.get("base_model")
     dataset, task = settings.get("dataset_name"), settings.get("task")
     if not dataset or settings.get("train_file"):  # rows of one's own: the task, or its file's name
         dataset = Path(task).stem if task else None
@@ -353,36 +363,6 @@ def _write_card(
         plot=(folder / PLOT_FILE).is_file(),
     )
     write_atomically(folder / CARD_FILE, card.content)
-
-
-def _base_of_replay(folder: Path, trajectory: Trajectory) -> str | None:
-    """Name of the base that the run's initial values go with; None without values of this run."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(folder / INITIAL_VALUES_FILE, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except (OSError, SafetensorError):
-        return None
-    same = metadata.get("base_model_digest") == trajectory.header["base_model_digest"]
-    return metadata.get("base_model") if same else None
-
-
-def _require_token(token: str | None) -> str:
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        raise ConnectionError(
-            "HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or make the "
-            "folder by `hf-dpzero push FOLDER --dry_run` and upload it later."
-        )
-    found = token or get_token()
-    if not found:
-        raise PermissionError(
-            "There is no Hub token: run `hf auth login`, set HF_TOKEN, or pass token=...; "
-            "`hf-dpzero push FOLDER --dry_run` needs none."
-        )
-    return found
 
 
 def _upload(
@@ -415,3 +395,106 @@ def _upload(
             f"The Hub cannot be reached ({error}); the folder stays at {folder}, push it later."
         ) from error
     return str(url)
+
+
+_PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_(?!(\w*_)?mem_)\w+|epoch|train_samples")
+_TIMES = ("runtime", "_per_second", "_per_step", "_time")
+_SECRET_SETTING = re.compile(
+    r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
+)
+_MACHINE_SETTINGS = (
+    *("output_dir", "logging_dir", "resume_from_checkpoint", "hub_model_id", "extends_run"),
+    *("device_map", "offload_folder", "max_memory"),
+)
+_PATH_SETTINGS = (
+    *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
+    *("deepspeed", "fsdp_config", "accelerator_config"),
+    *("noise_schedule", "clip_schedule", "smoothing_schedule"),
+)
+_TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
+OWN_SETTINGS = frozenset(
+    """
+    accountant allow_fewer_per_class architecture base_is_public class_names clip clip_count_noise
+    clip_groups clip_learning_rate clip_quantile clip_schedule clip_stability clipping
+    dataset_config_name dataset_name defer_updates device_map direction direction_key
+    direction_parallel_size expected_batch_size extends extends_run group_budget
+    group_column group_draws group_loss_bound group_rate
+    group_shares group_weights head_init hold_direction_for init_seed insecure_noise_seed
+    keep_column label_column label_texts label_words load_in_4bit load_in_8bit
+    log_private_diagnostics logit_scale lora_alpha lora_r lora_target_modules max_batch_size
+    max_eval_samples max_length max_memory max_new_tokens max_seq_length max_train_samples method
+    microbatch_size model_name_or_path model_revision momentum neighboring_relation noise_bands
+    noise_correlation noise_distribution noise_multiplier noise_schedule normalize
+    num_demonstrations num_directions num_examples_per_class num_virtual_tokens objective
+    offload_folder on_no_signal pair_features peft_method per_example_gradients perturbation_strategy
+    pooling precompute_features prompt reuse_frozen_prefix rows_are sampler_key sampling smoothing
+    smoothing_schedule subset_seed target_delta target_epsilon
+    task template text_column text_pair_column torch_dtype train_file trainable tuning update_rule
+    update_window validation_file
+    """.split()  # noqa: SIM905
+)
+"""What a recipe may set beside transformers' TrainingArguments; a test keeps it complete."""
+
+
+def public_results(results: Mapping[str, Any]) -> dict[str, float]:
+    """Keeps evaluation metrics and public counts: no statistic of training rows, no time or memory.
+
+    >>> public_results({"eval_accuracy": 0.8, "train_loss": 0.3, "epoch": 1.0})
+    {'eval_accuracy': 0.8, 'epoch': 1.0}
+    """
+    return {
+        name: value
+        for name, value in results.items()
+        if _PUBLIC_RESULT.fullmatch(name)
+        and not name.endswith(_TIMES)
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+    }
+
+
+def public_recipe(text: str) -> str:
+    """Keeps the known fields of a recipe but for secrets and settings of one machine; no comments.
+
+    Absolute paths keep their last part. Templates and names and words of labels stay as they are, also
+    where they start like a path.
+
+    >>> public_recipe("clip: 50.0\\nhub_token: hf_x\\ntrain_file: /home/me/rows.jsonl\\n")
+    'clip: 50.0\\ntrain_file: rows.jsonl\\n'
+    """
+    from transformers import TrainingArguments
+
+    # Unknown keys are dropped, not only those that look secret.
+    known = OWN_SETTINGS | {f.name for f in dataclasses.fields(TrainingArguments)}
+    public = {
+        name: _portable(name, value)
+        for name, value in recipe_settings(text).items()
+        if name in known and name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
+    }
+    return yaml.safe_dump(public, sort_keys=False, allow_unicode=True) if public else ""
+
+
+def recipe_settings(text: str) -> dict[str, Any]:
+    """Reads a recipe's text; an empty one has no settings."""
+    settings = parse_yaml(text) if text.strip() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{RECIPE_FILE} is no mapping of settings to values; restore or delete it."
+        )
+    return settings
+
+
+def _portable(name: str, value: Any) -> Any:
+    """Cuts a path on this machine to its last part, and leaves anything else as it is.
+
+    Settings that hold paths are taken at their word, and so is text for a model. Elsewhere a path is
+    what exists, or has several parts and no white space or braces.
+    """
+    if isinstance(value, list):
+        return [_portable(name, item) for item in value]
+    absolute = isinstance(value, str) and (Path(value).is_absolute() or value.startswith("~"))
+    if not absolute or name in _TEXT_SETTINGS:
+        return value
+    several = len(Path(value).parts) > 2 or value.startswith("~/")
+    plain = re.search(r"[\s{}]", value) is None
+    looks_like_one = several and (plain or os.path.exists(os.path.expanduser(value)))
+    return Path(value).name if name in _PATH_SETTINGS or looks_like_one else value

@@ -1,7 +1,8 @@
-"""The entries of a privacy report that follow from the public plan and the number of steps taken."""
+"""Numbers that follow from the public plan alone: entries of a report, and a meter of what is spent."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,15 +16,10 @@ if TYPE_CHECKING:
 
 
 def noise_name(plan: PrivacyPlan, source: str) -> str:
-    """The report's name of the noise: that of d-vectors is rounded to a grid, not exact.
+    """Names the noise of a run: "none" without any, else the source's own name.
 
-    Args:
-      plan: the plan that ran.
-      source: the noise source's own name.
-
-    Returns:
-      "none" for a run without noise, else `source`, with "_on_grid" for noise on d-vectors, and "_key"
-      for noise that is made again from a secret key.
+    Noise on d-vectors is rounded to a grid, not exact ("_on_grid"); correlated noise is made again from
+    a secret key ("_key").
     """
     if not plan.private:
         return "none"
@@ -33,9 +29,9 @@ def noise_name(plan: PrivacyPlan, source: str) -> str:
 
 
 def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
-    """The entries of a report that the plan, delta and the number of completed steps determine.
+    """Computes the entries of a report that follow from the public plan, delta and completed steps.
 
-    A reader who holds the public plan (it is in the trajectory's header) can recompute all of it.
+    A reader who holds the plan (it is in the trajectory's header) can recompute all of it.
 
     Args:
       plan: the plan that ran.
@@ -70,16 +66,13 @@ def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
 def parts_of(
     plan: PrivacyPlan, delta: float, steps: int, extends: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The report's `parts`: every run of a chain, what it alone costs, and what is known of it.
+    """Lists every run of a chain for the report's `parts`, oldest first; [] where there is only one.
 
     Args:
       plan: of the last run.
       delta: at which epsilon is computed.
       steps: completed steps of the last run.
       extends: entries of the header, one for each plan in `plan.after`.
-
-    Returns:
-      One entry a run, oldest first; none where there is only one run.
     """
     if not plan.after:
         return []
@@ -96,3 +89,32 @@ def parts_of(
         }
         for (part, done), entry in zip(runs, known, strict=True)
     ]
+
+
+class BudgetMeter:
+    """A cheap upper bound on the epsilon spent so far, for progress bars and logs.
+
+    `plan.epsilon` is called on a grid of at most `points` steps, and every answer is that of the next
+    grid point: never too small, exact on the grid and at the last step.
+    """
+
+    def __init__(self, plan: PrivacyPlan, delta: float, points: int = 20) -> None:
+        if points < 1:
+            raise ValueError(f"points={points} must be at least 1.")
+        self._steps = plan.steps
+        self._points = min(points, max(plan.steps, 1))
+        self._epsilon_at = functools.cache(lambda step: plan.epsilon(delta, at=step))
+
+    def at(self, step: int) -> float:
+        """Bounds `plan.epsilon(delta, at=step)` from above, for 0 <= step <= plan.steps.
+
+        Raises:
+          ValueError: `step` is not within the plan, whose budget says nothing about it.
+        """
+        steps = self._steps
+        if not 0 <= step <= steps:
+            raise ValueError(f"step={step} is outside 0..{steps}, the steps of the plan.")
+        if step == 0:
+            return 0.0
+        index = -(-step * self._points // steps)  # the first grid point at or after `step`
+        return self._epsilon_at(-(-index * steps // self._points))

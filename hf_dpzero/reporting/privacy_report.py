@@ -27,6 +27,7 @@ from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     EXAMPLE,
     NOT_COMPARED,
+    Tuning,
     base_words,
     caveats,
     delta_words,
@@ -60,7 +61,7 @@ class PrivacyReport:
       target_delta: the delta of that target.
       epsilon: spent by the completed steps, at `delta`, and by the choice of settings where
         `tuning` accounts for it; inf when nothing bounds it.
-      planned_epsilon: of the whole plan; at least `epsilon`, more where steps are missing.
+      planned_epsilon: of the whole plan, at least `epsilon`.
       delta: the probability outside the bound, in [0, 1).
       accountant: what computed `epsilon`: "pld", "rdp", "gaussian_exact", "advanced_composition",
         or "none" for a method that is not private.
@@ -138,7 +139,7 @@ class PrivacyReport:
     private: bool
     method: str
     log_private_diagnostics: bool
-    tuning: Any
+    tuning: Tuning
     earlier_runs: list[dict[str, Any]]
     base_weights: str
     forward_passes: str
@@ -207,12 +208,9 @@ class PrivacyReport:
     ) -> PrivacyReport:
         """Reports what `steps_completed` steps of `plan` spent, never more than was run.
 
-        Method, number of directions, clip, noise, sampler and relation come from the plan, so that
-        nothing is typed twice.
-
         Args:
-          plan: the plan that ran.
-          delta: the delta at which epsilon is computed and was calibrated.
+          plan: the plan that ran; what it says (method, clip, noise, sampler) is taken from it.
+          delta: at which epsilon is computed and was calibrated.
           target_epsilon: what calibration aimed at; None where the noise was given.
           steps_completed: releases in the ledger, 0..plan.steps.
           noise: the source that was used; an insecure one makes the report say NOT PRIVATE.
@@ -220,9 +218,8 @@ class PrivacyReport:
           log_private_diagnostics: whether un-noised statistics were logged.
           sampler_key_is_secret: False if the key came from the settings, which are logged and
             saved; a sampled batch that can be known is not amplified.
-          privacy_unit: what one row of the training set is.
-          earlier_runs: of the base model (`provenance.earlier_runs`).
-          base_weights, forward_passes, row_parts, processes: see the attributes.
+          privacy_unit, earlier_runs, base_weights, forward_passes, row_parts, processes: see the
+            attributes.
           extends: entries of the ledger's header for each plan in `plan.after`.
 
         Returns:
@@ -238,6 +235,8 @@ class PrivacyReport:
                 "plan; report the plan that ran."
             )
         facts = plan_facts(plan, delta, steps_completed)
+        # Reasons that no number of the report holds (a sampler key set by hand) are given here once;
+        # `verification.agreeing` finds them again in the trajectory's header.
         why_not = why_not_private(
             method=mechanism.name,
             epsilon=facts["epsilon"] if mechanism.private else math.inf,
@@ -266,14 +265,14 @@ class PrivacyReport:
         return report.in_words(plan, why_not)
 
     def in_words(self, plan: PrivacyPlan, why_not: str | None) -> PrivacyReport:
-        """The same numbers, their statement and caveats derived from them.
+        """Derives statement and caveats from the numbers anew.
 
         Args:
           plan: the plan that ran.
           why_not: of `why_not_private`; None for a private run.
 
         Returns:
-          A new report.
+          The same numbers in a new report.
         """
         facts = asdict(self)
         if why_not is None:
@@ -282,8 +281,10 @@ class PrivacyReport:
             words = not_private_statement(why_not)
         return replace(self, statement=words, caveats=caveats(facts, plan, self.tuning))
 
-    def with_tuning(self, tuning: Any, plan: PrivacyPlan, at_least: float = 0.0) -> PrivacyReport:
-        """The same run, and how its settings were chosen: numbers, statement and caveats.
+    def with_tuning(
+        self, tuning: Tuning, plan: PrivacyPlan, at_least: float = 0.0
+    ) -> PrivacyReport:
+        """Adds how the settings were chosen to numbers, statement and caveats.
 
         Args:
           tuning: "none", "public", "not_accounted", or an entry of `privacy.private_selection`, whose
@@ -311,17 +312,18 @@ class PrivacyReport:
         return derived if self.private else replace(derived, statement=self.statement)
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of `privacy_report.json`, JSON-safe: infinite numbers are the string "inf"."""
+        """Returns the content of `privacy_report.json`; infinite numbers are the string "inf"."""
         infinite = {k: "inf" for k, v in asdict(self).items() if v == math.inf}
         return {**asdict(self), **infinite}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyReport:
-        """The inverse of `to_dict`.
+        """Reads what `to_dict` returns.
 
         Raises:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
+        # Keys that later versions added: an older report goes on being read.
         older = {"groups": "", "forward_passes": "", "row_parts": None, "processes": ""}
         values = {**older, **values}
         expected = {field.name for field in fields(cls)}
@@ -364,29 +366,27 @@ class PrivacyReport:
             raise ValueError(f"{target} holds a value of a wrong type: {error}.") from error
 
     def __str__(self) -> str:
-        """The statement for a terminal: a headline and the numbers behind it."""
+        """Returns a headline and the numbers behind it, for a terminal."""
         headline = self.statement
         if self.private:
-            headline = self._headline()
+            aim = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
+            headline = (
+                f"(epsilon = {round_up(self.epsilon)}, delta = {delta_words(self.delta)})"
+                f"-differentially private{aim}"
+            )
+            if self.steps < self.planned_steps:
+                headline += (
+                    f" after {self.steps} of {self.planned_steps} steps; the whole plan costs "
+                    f"epsilon = {round_up(self.planned_epsilon)}"
+                )
         return "\n".join([headline, *(f"  {label:<12}{text}" for label, text in self.rows())])
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """As `str`, where a notebook shows what a cell ends in."""
+        """Prints `str` where a notebook shows what a cell ends in."""
         printer.text("..." if cycle else str(self))
 
-    def _headline(self) -> str:
-        aim = "" if self.target_epsilon is None else f" (target {number(self.target_epsilon)})"
-        claim = (
-            f"(epsilon = {round_up(self.epsilon)}, delta = {delta_words(self.delta)})"
-            f"-differentially private{aim}"
-        )
-        if self.steps == self.planned_steps:
-            return claim
-        whole = f"the whole plan costs epsilon = {round_up(self.planned_epsilon)}"
-        return f"{claim} after {self.steps} of {self.planned_steps} steps; {whole}"
-
     def rows(self) -> list[tuple[str, str]]:
-        """Label and text of each line under the headline; the model card shows them as a table."""
+        """Returns label and text of each line under the headline; a table in the model card."""
         along = f"K = {self.num_directions} {self.direction}, " if self.direction != "none" else ""
         clip = "no clipping" if math.isinf(self.clip) else f"clip C = {number(self.clip)}"
         mechanism = (
@@ -414,7 +414,7 @@ class PrivacyReport:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that a privacy claim rests on; absent packages are left out."""
+    """Returns the versions of installed packages that a privacy claim rests on."""
     return dict(_installed())
 
 
@@ -429,3 +429,11 @@ def _installed() -> Mapping[str, str]:
 
 def _report_path(path: str | os.PathLike[str]) -> Path:
     return Path(path) / REPORT_FILE if Path(path).is_dir() else Path(path)
+
+
+def budget_metrics(report: PrivacyReport) -> dict[str, float]:
+    """Returns what `train` adds to its metrics; nothing for a run that is not private."""
+    if not report.private:
+        return {}
+    aim = {} if report.target_epsilon is None else {"target_epsilon": report.target_epsilon}
+    return {"epsilon": report.epsilon, "delta": report.delta, **aim}

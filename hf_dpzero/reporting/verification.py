@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.private_selection import total_epsilon
-from hf_dpzero.reporting.federated_words import caveats_of, steps_of
 from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.weights import digest_weights, weight_files
 from hf_dpzero.reporting.wording import (
     EXAMPLE,
     NOT_COMPARED,
+    counted_steps,
+    federated_caveats,
     needs_secret_batches,
     why_not_private,
 )
@@ -68,7 +69,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
 
     trajectory = Trajectory.load(source / TRAJECTORY_FILE)
     header = trajectory.header
-    steps = steps_of(header, trajectory.next_step)
+    steps = counted_steps(header, trajectory.next_step)
     plan = PrivacyPlan.from_dict(header["plan"])
     why_not = why_not_private(
         method=plan.mechanism.name,
@@ -86,7 +87,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
             f"{stated}. Write the report again from the run that made the weights."
         )
     derived = report.in_words(plan, why_not)
-    words = [derived.caveats[0], *caveats_of(header), *derived.caveats[1:]]
+    words = [derived.caveats[0], *federated_caveats(header), *derived.caveats[1:]]
     return dataclasses.replace(derived, caveats=words), trajectory
 
 
@@ -118,18 +119,16 @@ def _facts(
     facts["tuning"] = report.tuning if tuning in ("not_accounted", report.tuning) else tuning
     if report.target_epsilon is not None:
         facts["target_epsilon"] = max(report.target_epsilon, report.epsilon)
-    return facts | _of_sweep(report, plan)
-
-
-def _of_sweep(report: PrivacyReport, plan: PrivacyPlan) -> dict[str, Any]:
-    """The least total epsilon: of trials of other settings, with more discrete noise, it may be more."""
     if report.steps != report.planned_steps:
         raise ValueError(
             f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
             f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
         )
+    # A lower bound: trials of other settings may cost more than the run that won.
     least = total_epsilon(plan, report.tuning, report.delta)
-    return {name: max(getattr(report, name), least) for name in ("epsilon", "planned_epsilon")}
+    return facts | {
+        name: max(getattr(report, name), least) for name in ("epsilon", "planned_epsilon")
+    }
 
 
 def _same(stated: Any, expected: Any) -> bool:
@@ -144,11 +143,7 @@ def _same(stated: Any, expected: Any) -> bool:
 
 
 def check_weights(report: PrivacyReport, source: Path) -> None:
-    """Refuses weights in `source` that are not those that the report was written for.
-
-    Args:
-      report: names them by their digest.
-      source: the folder of the weights.
+    """Refuses weights in `source` other than those that the report was written for.
 
     Raises:
       ValueError: the report names none, or others.
@@ -169,13 +164,5 @@ def check_weights(report: PrivacyReport, source: Path) -> None:
 
 
 def bound_to(report: PrivacyReport, folder: str | os.PathLike[str]) -> PrivacyReport:
-    """The report of the weights that were just saved in `folder`.
-
-    Args:
-      report: of the run that saved them.
-      folder: where they lie.
-
-    Returns:
-      The same report with their digest.
-    """
+    """Ties a report to the weights that were just saved in `folder`, by their digest."""
     return dataclasses.replace(report, weights_digest=digest_weights(folder))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dpzero.ledger.digests import digest_tensors
 
@@ -81,7 +81,7 @@ def digest_weights(folder: str | os.PathLike[str]) -> str | None:
         return digest_tensors((name, files[name].get_tensor(name)) for name in sorted(files))
 
 
-def saved_tensors(model: Any) -> dict[str, Tensor]:
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors by the names that saving gives them, as a plain model and as an adapter."""
     state = model.state_dict()
     named = {plain_name(name): tensor for name, tensor in state.items()} | state

@@ -25,6 +25,9 @@ SAMPLERS = {
     "full_batch": "every example in every step",
     "fixed_batches": "fixed batches, each example once an epoch",
 }
+Tuning = str | dict[str, dict[str, Any]]
+"""How settings were chosen: a word, or what a sweep accounts for (`privacy.private_selection`)."""
+
 EXAMPLE, BLOCK = "example", "block of text"
 """Privacy units: what one row of the training set is."""
 
@@ -86,15 +89,7 @@ def number(value: float) -> str:
 
 
 def relation_words(relation: str, unit: str) -> str:
-    """The neighbouring relation in words.
-
-    Args:
-      relation: a key of `RELATIONS`; others are returned as they are.
-      unit: the privacy unit, "example".
-
-    Returns:
-      For example "adding or removing one training example".
-    """
+    """Says in words which two data sets a relation (a key of `RELATIONS`, or any text) compares."""
     return RELATIONS.get(relation, relation).format(unit=f"training {unit}")
 
 
@@ -142,7 +137,7 @@ def needs_secret_batches(plan: PrivacyPlan) -> bool:
     return averaged or plan.sampler.name != "full_batch"
 
 
-def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none") -> str:
+def statement(facts: Mapping[str, Any], distribution: str, tuning: Tuning = "none") -> str:
     """The guarantee in one sentence, and one more where settings were tuned.
 
     Args:
@@ -161,32 +156,29 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Any = "none")
         runs = f"this run and of {len(earlier)} before it"
         released = f"The weights and the trajectories of {runs} are together"
         afterword = f" That includes {'; '.join(map(part_words, earlier))}.{afterword}"
+    if leaky := [run["folder"] for run in facts["earlier_runs"] if not run["private"]]:
+        afterword += (
+            f" This does not cover the base model, which came out of an earlier run, {leaky[0]}, which "
+            "is NOT PRIVATE for its own training rows."
+        )
+    groups = f", group losses ({facts['groups']})" if facts["groups"] else ""
+    changing = {name: f"{name} schedule {text}" for name, text in facts["schedules"].items()}
+    if "correlation" in changing:  # its kind; the table has the rest
+        kind = facts["schedules"]["correlation"].partition(";")[0]
+        changing["correlation"] = f"correlated over steps: {kind}"
+    schedules = "".join(f" ({text})" for text in changing.values())
     return (
         f"{released} ({round_up(facts['epsilon'])}, "
         f"{delta_words(facts['delta'])})-differentially private under "
         f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
         f"{trials}{facts['steps']} steps of {facts['method']} with "
         f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
-        f"multiplier {number(facts['noise_multiplier'])}{_scheduled(facts)}{_grouped(facts)}, "
-        "accountant "
-        f"{facts['accountant']}."
-        f"{afterword}{_leaky_base(facts['earlier_runs'])}"
+        f"multiplier {number(facts['noise_multiplier'])}{schedules}{groups}, "
+        f"accountant {facts['accountant']}.{afterword}"
     )
 
 
-def _scheduled(facts: Mapping[str, Any]) -> str:
-    words = {name: f"{name} schedule {text}" for name, text in facts["schedules"].items()}
-    if "correlation" in words:
-        kind = facts["schedules"]["correlation"].partition(";")[0]
-        words["correlation"] = f"correlated over steps: {kind}"
-    return "".join(f" ({text})" for text in words.values())
-
-
-def _grouped(facts: Mapping[str, Any]) -> str:
-    return f", group losses ({facts['groups']})" if facts["groups"] else ""
-
-
-def _tuning_phrases(tuning: Any) -> tuple[str, str, str]:
+def _tuning_phrases(tuning: Tuning) -> tuple[str, str, str]:
     """What the epsilon is of, of how many runs, and a sentence on the search."""
     entry = tuning[_kind(tuning)] if isinstance(tuning, dict) else {}
     if _kind(tuning) == "repeat_and_select":
@@ -211,25 +203,8 @@ def _tuning_phrases(tuning: Any) -> tuple[str, str, str]:
     return one_run, "", unaccounted if tuning == "not_accounted" else ""
 
 
-def _leaky_base(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
-    leaky = [run["folder"] for run in earlier_runs if not run["private"]]
-    if not leaky:
-        return ""
-    return (
-        f" This does not cover the base model, which came out of an earlier run, {leaky[0]}, which is "
-        "NOT PRIVATE for its own training rows."
-    )
-
-
 def part_words(part: Mapping[str, Any]) -> str:
-    """One run of a chain in a few words.
-
-    Args:
-      part: an entry of the report's `parts`.
-
-    Returns:
-      For example "out: 50 of 100 steps of dpzero, noise multiplier 2, epsilon 0.5 alone".
-    """
+    """Says in a few words what one run of a chain (an entry of the report's `parts`) did and cost."""
     return (
         f"{part['folder']}: {part['steps']} of {part['planned_steps']} steps of {part['method']}, noise "
         f"multiplier {number(part['noise_multiplier'])}, epsilon {round_up(part['epsilon'])} alone"
@@ -258,28 +233,28 @@ def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def tuning_words(tuning: Any) -> str:
-    """The `tuning` entry in a few words, for a table."""
-    if _kind(tuning) == "repeat_and_select":
-        entry = tuning["repeat_and_select"]
-        return (
-            f"included: private selection of the best of a random number of trials "
-            f"({entry['law']}, mean {number(entry['mean_trials'])})"
-        )
-    if _kind(tuning) == "composition":
+def tuning_words(tuning: Tuning) -> str:
+    """Says in a few words how settings were chosen (the report's `tuning`), for a table."""
+    if isinstance(tuning, str):
+        return {
+            "none": "not accounted; this run alone",
+            "public": "on data that the user declared public",
+            "not_accounted": "NOT ACCOUNTED; epsilon is for one run alone",
+        }[tuning]
+    if "composition" in tuning:
         return f"included: all {tuning['composition']['runs']} runs of the sweep composed"
-    return {
-        "none": "not accounted; this run alone",
-        "public": "on data that the user declared public",
-        "not_accounted": "NOT ACCOUNTED; epsilon is for one run alone",
-    }[tuning]
+    entry = tuning["repeat_and_select"]
+    return (
+        f"included: private selection of the best of a random number of trials "
+        f"({entry['law']}, mean {number(entry['mean_trials'])})"
+    )
 
 
-def _kind(tuning: Any) -> str:
+def _kind(tuning: Tuning) -> str:
     return next(iter(tuning)) if isinstance(tuning, dict) else str(tuning)
 
 
-def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -> list[str]:
+def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none") -> list[str]:
     """What the guarantee assumes and does not cover.
 
     Args:
@@ -292,7 +267,8 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     """
     first, *rest = _COMMON_CAVEATS
     rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
-    rest += [_rows_caveat(facts["row_parts"])] if facts["row_parts"] else []
+    if facts["row_parts"]:
+        rest.append(_ROWS_CAVEAT.format(", ".join(facts["row_parts"])))
     several = facts["processes"] not in ("", "1")
     rest += [_LINKS_CAVEAT.format(facts["processes"])] if several else []
     of_base = base_caveats(facts["earlier_runs"])
@@ -331,15 +307,6 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Any = "none") -
     return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own]
 
 
-def _rows_caveat(parts: Sequence[str]) -> str:
-    return (
-        "The training rows were drawn anew at each access (augmentation). If the run was interrupted, "
-        "what was compared to find the same rows in the same order again is, of each row, only: "
-        f"{', '.join(parts)}. Rows that agree in that are assumed not to have changed places: one would "
-        "have taken part twice in an epoch."
-    )
-
-
 _TUNING_CAVEATS = {
     "none": "Hyper-parameter search is not accounted: epsilon covers this one run. Settings picked "
     "by looking at other runs on the same data spend budget of their own.",
@@ -353,6 +320,13 @@ _TUNING_CAVEATS = {
     "composition": "Hyper-parameter search is accounted for the runs of one sweep. The grid itself "
     "is assumed to be chosen without looking at the private data.",
 }
+
+_ROWS_CAVEAT = (
+    "The training rows were drawn anew at each access (augmentation). If the run was interrupted, "
+    "what was compared to find the same rows in the same order again is, of each row, only: {}. Rows "
+    "that agree in that are assumed not to have changed places: one would have taken part twice in an "
+    "epoch."
+)
 
 _CHAIN_CAVEAT = (
     "The epsilon is of this run and of those that it extends together, taken to be on the same rows. "
@@ -416,3 +390,66 @@ _COUPLING_CAVEATS = {
     "on a few rows before training), but for rounding, which couples them, unaccounted.",
 }
 """By a report's `forward_passes`."""
+
+
+FEDERATED_CAVEATS = (
+    "Local: the guarantee of each client holds against the server and everybody who reads the messages. "
+    "The other clients, the metrics and the weights know no more than the messages.",
+    "It is for one row of one client. All rows of a client together, and whether a client took part at "
+    "all, are not covered.",
+    "Sizes of shards and the rounds a client takes part in are public. Being away must not depend on "
+    "the rows.",
+    "The time that an answer takes is not covered: it tells how many rows a round drew, and how long "
+    "they are, to whoever sees when messages travel.",
+    "A client that is not honest can spoil the model: it declares its number of rows, which weighs its "
+    "mean, its noise, which bounds its values, and its delta: the run's own report is stated at the "
+    "largest of all. Nothing here finds it. The others' guarantee stands.",
+    "A row that is with several clients, or in several runs or output folders, is charged by each of "
+    "them, and the charges add up; nothing here knows of the others.",
+)
+
+
+def federated_caveats(header: Mapping[str, Any]) -> list[str]:
+    """Caveats of a federated run, to stand behind the first of its plan's; none for other runs.
+
+    Args:
+      header: of a trajectory.
+
+    >>> federated_caveats({})
+    []
+    """
+    common = header.get("federated")
+    if common is None:
+        return []
+    return [
+        "Federated: the numbers are those of the client with the largest epsilon, one of "
+        f"{common.get('clients')}; the run's federated_report.json has them all.",
+        *FEDERATED_CAVEATS,
+    ]
+
+
+def counted_steps(header: Mapping[str, Any], releases: int) -> int:
+    """Steps that the report of a trajectory counts.
+
+    Args:
+      header: of the trajectory.
+      releases: in it.
+
+    Returns:
+      For a federated run those of the client that the report is about: it may have missed rounds, or
+      have released in one that was never closed. Else `releases`.
+
+    Raises:
+      ValueError: a federated run that did not end, so that no report is about it.
+    """
+    common = header.get("federated")
+    if common is None:
+        return releases
+    steps = common.get("steps")
+    if "plan" not in header or not isinstance(steps, int) or steps < 0:
+        raise ValueError(
+            "this trajectory is of a federated run that did not end, and no report was written for "
+            "it: finish the run with `hf-dpzero federate RECIPE --resume` (on several machines, "
+            "submit it again)."
+        )
+    return steps

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_dpzero.estimators.finite_differences import STRATEGIES
-from hf_dpzero.ledger.update_rules import UPDATE_RULES, UpdateRule, make_update_rule
+from hf_dpzero.ledger.replay import UPDATE_RULES, UpdateRule, make_update_rule
 from hf_dpzero.perturbation.directions import check_distribution
 from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS

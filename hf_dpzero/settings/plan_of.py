@@ -9,7 +9,7 @@ from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
-from hf_dpzero.reporting.extension import earlier_plans
+from hf_dpzero.reporting.provenance import earlier_plans
 from hf_dpzero.settings.correlation_settings import correlation_of
 from hf_dpzero.settings.defaults import CLASSIC
 from hf_dpzero.settings.group_settings import groups_of

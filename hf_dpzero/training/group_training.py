@@ -14,7 +14,7 @@ from hf_dpzero.objectives.losses import (
     Filled,
     Inputs,
     PerExampleLoss,
-    Within,
+    WrappedObjective,
     batch_size,
     num_examples,
 )
@@ -101,20 +101,17 @@ class WeighedLosses:
     """
 
     def __init__(self, objective: PerExampleLoss) -> None:
-        self.objective = Within(objective, self._around)
+        self.objective = WrappedObjective(objective, self._weighing)
         self.losses = torch.zeros(0, dtype=torch.float64)
 
-    def _around(self, objective: PerExampleLoss) -> PerExampleLoss:
-        def evaluate(model: nn.Module, inputs: Inputs) -> Tensor:
-            own = {k: v for k, v in inputs.items() if k not in (WEIGHTS, PLACES)}
-            losses = objective(model, own)
-            if WEIGHTS not in inputs:
-                return losses
-            places = inputs[PLACES].cpu()
-            self.losses[places[places >= 0]] = losses.detach().double().cpu()[places >= 0]
-            return losses * inputs[WEIGHTS].to(losses)
-
-        return evaluate
+    def _weighing(self, objective: PerExampleLoss, model: nn.Module, inputs: Inputs) -> Tensor:
+        own = {k: v for k, v in inputs.items() if k not in (WEIGHTS, PLACES)}
+        losses = objective(model, own)
+        if WEIGHTS not in inputs:
+            return losses
+        places = inputs[PLACES].cpu()
+        self.losses[places[places >= 0]] = losses.detach().double().cpu()[places >= 0]
+        return losses * inputs[WEIGHTS].to(losses)
 
     def weighed(
         self, microbatches: Sequence[Inputs], of: Sequence[int], weights: np.ndarray

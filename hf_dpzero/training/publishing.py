@@ -29,7 +29,7 @@ from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.budget import BudgetMeter
+from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import delta_words

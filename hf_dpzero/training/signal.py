@@ -27,7 +27,8 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.replay import terms_of
+from hf_dpzero.ledger.trajectory import Release
 from hf_dpzero.parallel.collectives import sum_over_processes
 from hf_dpzero.parallel.fsdp import is_split
 from hf_dpzero.perturbation.sharding import local
@@ -378,7 +379,7 @@ class SignalCallback(TrainerCallback):
         assert self._size is not None
         root = math.sqrt(self._size.dimension)
         if self._scalars is not None:
-            terms = self.run.opened.update_terms(release.step)
+            terms = terms_of(self.run.opened, release.step)
             return root * math.hypot(*(term.coefficient for term in terms))
         if not args.first_order:
             return rate * root * math.sqrt(noise_variance(self.run.plan.mechanism_at(release.step)))

@@ -26,15 +26,15 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.objectives.losses import PerExampleLoss
+from hf_dpzero.objectives.losses import Inputs, PerExampleLoss
 from hf_dpzero.parallel import collectives, fsdp
 from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.reporting.budget import BudgetMeter, budget_metrics
-from hf_dpzero.reporting.extension import header_entries
-from hf_dpzero.reporting.provenance import base_origins, earlier_runs
+from hf_dpzero.reporting.plan_facts import BudgetMeter
+from hf_dpzero.reporting.privacy_report import budget_metrics
+from hf_dpzero.reporting.provenance import base_origins, earlier_runs, header_entries
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
@@ -234,15 +234,12 @@ class DPZeroMixin(PublishingTrainer):
         collate = self._get_collator_with_removed_columns(self.data_collator, "training")
         return Rows(dataset, collate)
 
-    def _on_device(self, objective: PerExampleLoss) -> PerExampleLoss:
-        def evaluate(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-            with self.compute_loss_context_manager():
-                losses = objective(model, self._prepare_inputs(dict(inputs)))
-            if self.shards:
-                fsdp.give_back(model)
-            return losses
-
-        return evaluate
+    def _on_device(self, objective: PerExampleLoss, model: nn.Module, inputs: Inputs) -> Tensor:
+        with self.compute_loss_context_manager():
+            losses = objective(model, self._prepare_inputs(dict(inputs)))
+        if self.shards:
+            fsdp.give_back(model)
+        return losses
 
     # ------------------------------------------------------------------ training
 

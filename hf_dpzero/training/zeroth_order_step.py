@@ -27,8 +27,7 @@ from torch import Tensor
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import apply_release, directions_of
-from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.parallel.collectives import broadcast_, is_main, release_on_all
 from hf_dpzero.parallel.mesh import ALONE, Split
 from hf_dpzero.perturbation.directions import Direction

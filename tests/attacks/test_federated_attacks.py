@@ -25,7 +25,7 @@ from hf_dpzero.federated.plan import ContractError, PlanError, adopt, local_plan
 from hf_dpzero.federated.report import federated_report, summary
 from hf_dpzero.federated.run import InProcess, ServerRun
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 

@@ -14,7 +14,7 @@ import torch
 from training import several_processes as several
 
 from hf_dpzero import Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 from hf_dpzero.objectives.heads import sequence_classification_objective
 
 

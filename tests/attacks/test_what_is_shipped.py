@@ -14,7 +14,7 @@ from tiny_runs import build
 
 from hf_dpzero.recipes.recipe import recipe_parser
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.redaction import OWN_SETTINGS, public_recipe
+from hf_dpzero.reporting.hub import OWN_SETTINGS, public_recipe
 
 SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 1}
 ROWS = "Jane Roe"

@@ -190,8 +190,7 @@ def write_run(folder: Path, plan: PrivacyPlan, report: PrivacyReport) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from hf_dpzero.ledger.trajectory import Trajectory
-    from hf_dpzero.ledger.update_rules import Release
+    from hf_dpzero.ledger.trajectory import Release, Trajectory
 
     folder.mkdir()
     save_file({"w": torch.zeros(3)}, folder / "model.safetensors")

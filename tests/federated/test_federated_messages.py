@@ -22,7 +22,7 @@ from hf_dpzero.federated.messages import (
     unpack_json,
 )
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 
 DIGEST = bytes(range(16))
 GOOD = pack(Message(VALUES, 7, DIGEST, values=(1.0, 2.0, 3.0)))

@@ -20,12 +20,11 @@ from tiny_runs import tiny_model
 from hf_dpzero.federated.report import federated_report, spent, summary
 from hf_dpzero.federated.run import InProcess, ServerRun
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
-from hf_dpzero.reporting.federated_words import steps_of
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
 from hf_dpzero.reporting.verification import report_of
-from hf_dpzero.reporting.wording import round_up
+from hf_dpzero.reporting.wording import counted_steps, round_up
 
 
 def ran(folder, leaves: int | None = None, **settings) -> ServerRun:
@@ -76,7 +75,9 @@ def test_a_report_is_of_the_costliest_client_and_of_its_own_run(tmp_path):
     rows = {row["client"]: row["released"] for row in run.report()["clients"]}
     assert rows == {NAMES[0]: 4, NAMES[1]: 2, NAMES[2]: 4}
     assert report_of(tmp_path / "a").steps == 4
-    assert steps_of({"federated": {"steps": 2}, "plan": {}}, 4) == 2 and steps_of({}, 4) == 4
+    assert (
+        counted_steps({"federated": {"steps": 2}, "plan": {}}, 4) == 2 and counted_steps({}, 4) == 4
+    )
     path = tmp_path / "a" / SHIPPING_NAME
     shipped = Trajectory.load(path)
     shipped.header["plan"]["mechanism"]["noise_multiplier"] = 3.0
@@ -95,7 +96,7 @@ def test_a_run_that_did_not_end_says_so_and_loses_no_evaluation(tmp_path):
     interrupted(run, transport, at=2)
     run.close()
     with pytest.raises(ValueError, match="did not end"):
-        steps_of(Trajectory.load(tmp_path / SHIPPING_NAME).header, 2)
+        counted_steps(Trajectory.load(tmp_path / SHIPPING_NAME).header, 2)
     again, transport = run_of(resume=True)
     again.run(transport)
     assert [entry["round"] for entry in again.report()["evaluations"]] == [0, 1, 2, 3, 4]

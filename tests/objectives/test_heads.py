@@ -35,6 +35,37 @@ def test_an_examples_loss_is_the_models_own(name: str):
         torch.testing.assert_close(loss, model(**row).loss.float(), atol=1e-5, rtol=1e-5)
 
 
+EXPECTED = {
+    "classes": heads.sequence_classification_objective,
+    "masked": heads.masked_lm_objective,
+    "causal": heads.causal_lm_objective,
+    "summary": heads.seq2seq_objective,
+}
+
+
+@pytest.mark.parametrize("name", [n for n in tiny_heads.HEADS if n.split("-")[0] in EXPECTED])
+def test_each_head_has_its_objective(name: str):
+    assert select_objective(tiny_heads.build(name)) is EXPECTED[name.split("-")[0]]
+
+
+@torch.no_grad()
+def test_two_encoders_make_an_encoder_decoder():
+    parts = [transformers.BertConfig(**tiny_heads.ENCODER) for _ in range(2)]
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    config.decoder_start_token_id, config.pad_token_id = 0, tiny_heads.PAD
+    model, rows = (
+        transformers.EncoderDecoderModel(config=config).eval(),
+        tiny_heads.rows("summary-t5"),
+    )
+    objective = select_objective(model)
+    assert objective is heads.seq2seq_objective
+    alone = torch.cat([objective(model, row) for row in rows])
+    torch.testing.assert_close(alone[1], model(**rows[1]).loss, atol=1e-5, rtol=1e-5)
+    for side in ("right", "left"):
+        together = objective(model, tiny_heads.padded(rows, side))
+        torch.testing.assert_close(together, alone, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize(("name", "side"), PADDED)
 @torch.no_grad()
 def test_padding_and_neighbours_do_not_count(name: str, side: str):

@@ -17,7 +17,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.bounded import AnswerF1, ZeroOne, alone
 from hf_dpzero.objectives.heads import causal_lm_objective
-from hf_dpzero.objectives.losses import Within, differentiable, single_pass, trial
+from hf_dpzero.objectives.losses import WrappedObjective, differentiable, single_pass, trial
 from hf_dpzero.objectives.prompted import (
     Answers,
     Candidates,
@@ -392,55 +392,61 @@ def test_float32_copies_are_of_one_row(
     assert rows == expected  # the last of the candidates' calls is over the classes of 3 examples
 
 
-@pytest.mark.parametrize("words", [(), (5,), (5, 6, 5)])
-def test_label_words_must_differ(words: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"token_ids=\(.*no two alike"):
-        LabelWords(words)
+OUTSIDE, LENGTH = "lies outside of its row", "of the batch has answer_lengths out"
+NOT_CANDIDATES = r"\[B, L, T\].*not \[4, 9\] and \[4, 3\]"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [  # kind, (place, value) or None of a column
+    *(
+        ("words", {"positions": c}, rf"positions\[{c[0]}\] {OUTSIDE}")
+        for c in ((0, -1), (1, 3), (2, 9))
+    ),
+    ("candidates", {"answer_lengths": ((0, 0), 0)}, f"candidate 0 {LENGTH}"),
+    ("candidates", {"answer_lengths": ((1, 2), 7)}, f"candidate 5 {LENGTH}"),
+    ("candidates", {"answer_lengths": ((2, 1), -1)}, f"candidate 7 {LENGTH}"),
+    ("words", {"positions": None}, "no 'positions'"),
+    ("words", {"labels": None}, "no 'labels'"),
+    ("candidates", {"answer_lengths": None}, "no 'answer_lengths'"),
+    ("candidates", {"labels": None}, "no 'labels'"),
+    ("answers", {"labels": None}, "no 'labels'"),
+    ("zero-one words", {"labels": None}, "no 'labels'"),
+    ("answer f1", {"references": None}, "no 'references'"),
+]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("row", "place"), [(0, -1), (1, 3), (2, 9)])
-def test_positions_must_be_inside(row: int, place: int, side: str, language_model: Any) -> None:
-    batch = collated(label_word_examples(), side, extra=2)
-    batch["positions"][row] = place
-    with pytest.raises(ValueError, match=rf"positions\[{row}\] lies outside of its row"):
-        LabelWords(WORDS)(language_model("roberta"), batch)
-
-
-@pytest.mark.parametrize(("candidate", "length"), [((0, 0), 0), ((1, 2), 7), ((2, 1), -1)])
-def test_answer_lengths_must_leave_a_prompt(
-    candidate: tuple[int, int], length: int, language_model: Any
+@pytest.mark.parametrize(("kind", "change", "message"), REFUSED)
+def test_batches_that_do_not_fit_are_refused(
+    kind: str, change: dict[str, Any], message: str, side: str, language_model: Any
 ) -> None:
-    batch = collated(candidate_examples(), "left")
-    batch["answer_lengths"][candidate] = length
-    number = 3 * candidate[0] + candidate[1]
-    with pytest.raises(ValueError, match=f"candidate {number} of the batch has answer_lengths out"):
-        Candidates()(language_model("opt"), batch)
-
-
-@pytest.mark.parametrize(
-    ("kind", "missing"),
-    [
-        ("words", "positions"),
-        ("words", "labels"),
-        ("candidates", "answer_lengths"),
-        ("candidates", "labels"),
-        ("answers", "labels"),
-        ("zero-one words", "labels"),
-        ("answer f1", "references"),
-    ],
-)
-def test_missing_columns_are_named(kind: str, missing: str, language_model: Any) -> None:
     objective, make = KINDS[kind]
-    batch = {name: value for name, value in collated(make()).items() if name != missing}
-    with pytest.raises(ValueError, match=f"no '{missing}'"):
+    batch = collated(make(), side, extra=2)
+    for name, changed in change.items():
+        if changed is None:
+            del batch[name]
+        else:
+            batch[name][changed[0]] = changed[1]
+    with pytest.raises(ValueError, match=message):
         objective(language_model("opt"), batch)
 
 
-def test_candidates_need_three_dimensions(language_model: Any) -> None:
-    batch = {**collated(label_word_examples()), "answer_lengths": torch.ones(4, 3).long()}
-    with pytest.raises(ValueError, match=r"\[B, L, T\].*not \[4, 9\] and \[4, 3\]"):
-        Candidates()(language_model("opt"), batch)
+def test_objectives_that_make_no_sense_are_refused(language_model: Any) -> None:
+    model = language_model("opt")
+    for words in ((), (5,), (5, 6, 5)):
+        with pytest.raises(ValueError, match=r"token_ids=\(.*no two alike"):
+            LabelWords(words)
+    rows = {**collated(label_word_examples()), "answer_lengths": torch.ones(4, 3).long()}
+    with pytest.raises(ValueError, match=NOT_CANDIDATES):
+        Candidates()(model, rows)
+    for score in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"score=.*must lie in \[0, 1\]"):
+            AnswerF1(ANSWERS, lambda *_, s=score: s)(model, collated(answer_examples()))
+    with pytest.raises(TypeError, match="LabelWords or Candidates, not of Answers"):
+        ZeroOne(ANSWERS)
+    with pytest.raises(TypeError, match="counts the answers of Answers, not of Candidates"):
+        AnswerF1(Candidates(), token_match)
+    for gradients in (PerExampleGradients, GhostGradients, PlainGradients):
+        for kind in BOUNDED:
+            with pytest.raises(ValueError, match="counts right answers, which has no gradient"):
+                gradients(model, KINDS[kind][0])
 
 
 def trained(model: Any, what: str) -> Any:
@@ -555,22 +561,6 @@ def test_answer_f1_scores_what_is_decoded(language_model: Any) -> None:
     assert torch.equal(objective.predict(model, batch), ANSWERS.predict(model, batch))
 
 
-@pytest.mark.parametrize("score", [-0.1, 1.5, float("nan")])
-def test_scores_must_be_bounded(score: float, language_model: Any) -> None:
-    objective = AnswerF1(ANSWERS, lambda *_: score)
-    with pytest.raises(ValueError, match=r"score=.*must lie in \[0, 1\]"):
-        objective(language_model("opt"), collated(answer_examples()))
-
-
-def test_each_counts_its_own_kind() -> None:
-    with pytest.raises(TypeError, match="LabelWords or Candidates, not of Answers"):
-        ZeroOne(ANSWERS)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match="AnswerF1 counts the answers of Answers, not of Candidates"
-    ):
-        AnswerF1(Candidates(), token_match)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("kind", "family"),
     [("zero-one words", "llama"), ("zero-one candidates", "gpt2"), ("answer f1", "opt")],
@@ -662,14 +652,14 @@ def test_traits() -> None:
 
 
 def test_traits_survive_being_wrapped(language_model: Any) -> None:
-    def doubled(objective: Any) -> Any:
-        return lambda model, inputs: 2 * objective(model, inputs)
+    def doubled(objective: Any, model: Any, inputs: Any) -> torch.Tensor:
+        return 2 * objective(model, inputs)
 
     model, batch = language_model("opt"), collated(label_word_examples())
     seen = []
     for kind in ("words", "zero-one words"):
         inner = KINDS[kind][0]
-        outer = Within(inner, doubled)
+        outer = WrappedObjective(inner, doubled)
         assert (single_pass(outer), differentiable(outer)) == (kind == "words",) * 2
         assert torch.equal(outer(model, batch), 2 * inner(model, batch))
         assert torch.equal(trial(outer)(model, batch), 2 * trial(inner)(model, batch))
@@ -702,10 +692,3 @@ def test_per_example_gradients_are_those_of_examples_alone(
     torch.testing.assert_close(norms, expected.norm(dim=1), atol=1e-5 * scale, rtol=1e-4)
     total = torch.cat([g.flatten() for g in found])
     torch.testing.assert_close(total.float(), weights @ expected, atol=1e-5 * scale, rtol=1e-4)
-
-
-@pytest.mark.parametrize("gradients", [PerExampleGradients, GhostGradients, PlainGradients])
-@pytest.mark.parametrize("kind", BOUNDED)
-def test_steps_have_no_gradients(kind: str, gradients: Any, language_model: Any) -> None:
-    with pytest.raises(ValueError, match="counts right answers, which has no gradient"):
-        gradients(language_model("opt"), KINDS[kind][0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,19 +18,23 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors.torch import save_file
 from tiny_runs import build
 
-from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.reporting.hub import build_hub_folder, push, write_model_card
+from hf_dpzero.reporting.hub import (
+    build_hub_folder,
+    public_recipe,
+    public_results,
+    push,
+    write_model_card,
+)
 from hf_dpzero.reporting.model_card import model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
-from hf_dpzero.reporting.redaction import public_recipe, public_results
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import digest_weights
-from hf_dpzero.run_folder import folder as run_files
+from hf_dpzero.run_folder import keys
 from hf_dpzero.values import parse_yaml
 
 SECRET = "7f3a-secret-of-the-run"
@@ -292,7 +296,7 @@ def test_an_older_folder_is_replaced_whole(run: Path, tmp_path: Path) -> None:
 def test_a_trained_run_ships_its_model_and_no_key(tmp_path: Path, monkeypatch: Any) -> None:
     """End to end: whatever the trainer leaves, the sampler key is not in it."""
     key = bytes(range(100, 132))
-    monkeypatch.setattr(run_files, "new_sampler_key", lambda: key)
+    monkeypatch.setattr(keys, "new_sampler_key", lambda: key)
     secret = {"sampler_key": None, "insecure_noise_seed": None}
     trainer = build(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1, **secret)
     trainer.train()
@@ -331,44 +335,65 @@ def test_a_folder_with_other_files_is_not_touched(run: Path, tmp_path: Path) -> 
         build_hub_folder(run, target / "thesis.tex")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("privacy_report.json", "hf-dpzero train RECIPE"),
-        ("trajectory.safetensors", "report cannot be checked"),
-        ("model.safetensors", r"save_model.*\.bin weights are not shipped"),
-    ],
-)
-def test_a_missing_file_is_named_with_what_makes_it(
-    name: str, message: str, run: Path, tmp_path: Path
-) -> None:
-    (run / name).unlink()
-    with pytest.raises(FileNotFoundError, match=message):
-        build_hub_folder(run, tmp_path / "shipped")
-    assert not (tmp_path / "shipped").exists()
+def without(name: str) -> Callable[[Path], None]:
+    return lambda run: (run / name).unlink()
 
 
-@pytest.mark.parametrize(
-    ("shard", "error"),
-    [
-        ("model-00001-of-00002.safetensors", FileNotFoundError),
-        ("_private/sampler_key", ValueError),
-    ],
-)
-def test_a_missing_or_strange_shard_is_refused(
-    shard: str, error: type[Exception], run: Path, tmp_path: Path
-) -> None:
-    index = {"weight_map": {"w": shard}}
-    (run / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(error, match=shard):
-        build_hub_folder(run, tmp_path / "shipped")
+def sharded(shard: str) -> Callable[[Path], None]:
+    index = json.dumps({"weight_map": {"w": shard}})
+    return lambda run: (run / "model.safetensors.index.json").write_text(index) and None
 
 
-def test_links_are_refused(run: Path, tmp_path: Path) -> None:
+def reported(**change: Any) -> Callable[[Path], None]:
+    other = dataclasses.replace(make_report(make_plan()), **change)
+    return lambda run: other.save(run) and None
+
+
+def linked(run: Path) -> None:
     (run / "vocab.txt").symlink_to(run / "_private" / "sampler_key")
-    with pytest.raises(ValueError, match=r"vocab\.txt is a link"):
-        build_hub_folder(run, tmp_path / "shipped")
-    assert not (tmp_path / "shipped").exists()
+
+
+def cut_short(run: Path) -> None:
+    path = run / "trajectory.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+OTHER = "not of the same run.*"
+REFUSED: list[tuple[Callable[[Path], None], type[Exception], str]] = [
+    (without("privacy_report.json"), FileNotFoundError, "hf-dpzero train RECIPE"),
+    (without("trajectory.safetensors"), FileNotFoundError, "report cannot be checked"),
+    (without("model.safetensors"), FileNotFoundError, r"save_model.*\.bin weights are not shipped"),
+    (sharded("model-00001-of-00002.safetensors"), FileNotFoundError, "model-00001-of-00002"),
+    (sharded("_private/sampler_key"), ValueError, "_private/sampler_key"),
+    (linked, ValueError, r"vocab\.txt is a link"),
+    (cut_short, ValueError, r"trajectory\.safetensors"),
+    (reported(steps=2), ValueError, OTHER + "steps: 2 / 3"),
+    (reported(epsilon=0.01), ValueError, OTHER + "epsilon: 0.01 / "),
+    (
+        reported(noise_source="another"),
+        ValueError,
+        OTHER + "noise_source: another / os_entropy_exact",
+    ),
+    (reported(noise_multiplier=8.0), ValueError, OTHER + "noise_multiplier: 8.0 / 4.0"),
+    (reported(sampling="full_batch"), ValueError, OTHER + "sampling: full_batch / poisson"),
+    (reported(direction="sphere"), ValueError, OTHER + "direction: sphere / rademacher"),
+    (reported(clip=1.0), ValueError, OTHER + "clip: 1.0 / 50.0"),
+]
+"""What is done to a finished run, and how shipping it is refused."""
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), REFUSED)
+def test_what_is_not_a_whole_run_is_refused_before_the_network(
+    damage: Callable[[Path], None],
+    error: type[Exception],
+    message: str,
+    run: Path,
+    api: type[FakeApi],
+) -> None:
+    damage(run)
+    with pytest.raises(error, match=message):
+        push(run, "me/x", token="t")
+    assert not (run / "hub").exists() and api.calls == []
 
 
 def test_not_private_needs_consent_and_the_card_says_so(tmp_path: Path) -> None:
@@ -379,35 +404,7 @@ def test_not_private_needs_consent_and_the_card_says_so(tmp_path: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "\n> NOT PRIVATE: the method mezo" in card
     assert "| private | NO |" in card
-    assert "  - differential-privacy" not in card
     assert "- differential-privacy" not in card
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"steps": 2}, "steps: 2 / 3"),
-        ({"epsilon": 0.01}, "epsilon: 0.01 / "),
-        ({"noise_source": "another"}, "noise_source: another / os_entropy_exact"),
-        ({"noise_multiplier": 8.0}, "noise_multiplier: 8.0 / 4.0"),
-        ({"sampling": "full_batch"}, "sampling: full_batch / poisson"),
-        ({"direction": "sphere"}, "direction: sphere / rademacher"),
-        ({"clip": 1.0}, "clip: 1.0 / 50.0"),
-    ],
-)
-def test_a_report_of_another_run_is_refused(
-    change: dict[str, Any], message: str, run: Path, tmp_path: Path
-) -> None:
-    dataclasses.replace(make_report(make_plan()), **change).save(run)
-    with pytest.raises(ValueError, match="not of the same run.*" + message):
-        build_hub_folder(run, tmp_path / "shipped")
-
-
-def test_a_corrupt_trajectory_is_refused(run: Path, tmp_path: Path) -> None:
-    path = run / "trajectory.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"trajectory\.safetensors"):
-        build_hub_folder(run, tmp_path / "shipped")
 
 
 # ---- the card
@@ -613,13 +610,3 @@ def test_network_errors_say_what_to_do(
     with pytest.raises(raised, match=message):
         push(run, "me/x", token="t")
     assert names(run / "hub") == SHIPPED
-
-
-def test_a_run_that_was_not_trained_is_refused_before_the_network(
-    run: Path, api: type[FakeApi]
-) -> None:
-    shutil.rmtree(run)
-    run.mkdir()
-    with pytest.raises(FileNotFoundError, match=r"privacy_report\.json is missing"):
-        push(run, "me/x", token="t")
-    assert api.calls == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from dataclasses import replace
@@ -13,8 +14,25 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import sampler_from_dict
 from hf_dpzero.privacy.schedule_gain import schedule_curves
 from hf_dpzero.privacy.schedules import factors_from_dict, noise_schedule_from_dict
+from hf_dpzero.reporting.model_card import new_figure, optional_plot, plot_run
 from hf_dpzero.reporting.plan_facts import plan_facts
-from hf_dpzero.reporting.plots import new_figure, optional_plot, plot_run
+
+
+def test_plot_writes_a_png_without_a_display(tmp_path, monkeypatch):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    history = [
+        {"step": 0, "eval_accuracy": 0.5, "eval_loss": 0.7},
+        {"step": 10, "epsilon": 0.4, "learning_rate": 1e-6},
+        {"step": 10, "eval_accuracy": 0.6, "eval_loss": math.nan},
+        {"step": 20, "epsilon": math.inf},
+        {"train_runtime": 3.0},
+    ]
+    nothing = [{"step": 1, "learning_rate": 1.0}, {"step": 2, "epsilon": math.inf}]
+    assert plot_run(nothing, tmp_path) is None and not list(tmp_path.iterdir())
+    path = plot_run(history, tmp_path)
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.parent == tmp_path
 
 
 def test_a_missing_matplotlib_costs_the_plot_alone(tmp_path, monkeypatch, capsys):
@@ -36,21 +54,23 @@ def test_other_errors_are_not_hidden():
         assert new_figure(1) is not None
 
 
+def full_batch(steps, clip, multiplier, **schedules):
+    sampler = {"name": "full_batch", "num_examples": 50, "expected_batch_size": 50}
+    mechanism = ScalarMechanism(clip=clip, noise_multiplier=multiplier, expected_batch_size=50)
+    return PrivacyPlan(
+        sampler=sampler_from_dict(sampler), mechanism=mechanism, steps=steps, **schedules
+    )
+
+
 def test_schedules_are_drawn_beside_the_curves(tmp_path, monkeypatch):
     """One panel for each scheduled thing, from step 1."""
     drawn = []
     monkeypatch.setattr(
         "matplotlib.axes.Axes.plot", lambda self, x, y, **_: drawn.append((list(x), list(y)))
     )
-    plan = PrivacyPlan(
-        sampler=sampler_from_dict(
-            {"name": "full_batch", "num_examples": 50, "expected_batch_size": 50}
-        ),
-        mechanism=ScalarMechanism(clip=2.0, noise_multiplier=4.0, expected_batch_size=50),
-        steps=3,
-        noise_schedule=noise_schedule_from_dict({"name": "given", "levels": (4.0, 2.0, 1.0)}),
-        clip_schedule=factors_from_dict({"name": "linear", "end": 0.5}),
-    )
+    levels = noise_schedule_from_dict({"name": "given", "levels": (4.0, 2.0, 1.0)})
+    factors = factors_from_dict({"name": "linear", "end": 0.5})
+    plan = full_batch(3, 2.0, 4.0, noise_schedule=levels, clip_schedule=factors)
     curves = schedule_curves(plan)
     assert plot_run([], tmp_path, curves) is not None
     assert drawn == [([1, 2, 3], plan.multipliers.tolist()), ([1, 2, 3], [2.0, 1.5, 1.0])]
@@ -59,14 +79,8 @@ def test_schedules_are_drawn_beside_the_curves(tmp_path, monkeypatch):
 
 
 def test_a_report_says_what_a_schedule_gains():
-    plan = PrivacyPlan(
-        sampler=sampler_from_dict(
-            {"name": "full_batch", "num_examples": 50, "expected_batch_size": 50}
-        ),
-        mechanism=ScalarMechanism(clip=1.0, noise_multiplier=40.0, expected_batch_size=50),
-        steps=100,
-        noise_schedule=noise_schedule_from_dict({"name": "exp", "gamma": 0.95}),
-    )
+    decay = noise_schedule_from_dict({"name": "exp", "gamma": 0.95})
+    plan = full_batch(100, 1.0, 40.0, noise_schedule=decay)
     words = plan_facts(plan, 1e-5, 10)["schedules"]["noise"]
     gain = float(re.search(r"gain against constant noise ([\d.]+)$", words)[1])
     assert gain == pytest.approx(1.496, rel=4e-3)

@@ -19,9 +19,9 @@ from hf_dpzero.privacy.mechanisms import DPSGD, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
-from hf_dpzero.reporting.budget import BudgetMeter
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.reporting.plots import plot_run
+from hf_dpzero.reporting.model_card import model_card
+from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, base_names, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
@@ -183,20 +183,6 @@ def test_full_batches_hide_nothing_so_their_key_may_be_known() -> None:
     assert report(full_batch_plan(), sampler_key_is_secret=False).private
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"epsilon": "inf"}, "no finite epsilon"),
-        ({"method": "mezo"}, "mezo"),
-        ({"log_private_diagnostics": True}, "un-noised"),
-        ({"noise_source": InsecureSeededNoise(0).name}, "seeded"),
-    ],
-)
-def test_a_report_edited_to_claim_privacy_is_refused(change: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=f"private=true, but .*{reason}"):
-        PrivacyReport.from_dict({**report().to_dict(), **change})
-
-
 # ---- the words
 
 
@@ -242,9 +228,7 @@ def test_a_caveat_says_what_places_in_a_forward_pass_may_cost() -> None:
 
     several, alone = own("fixed shapes"), own("one example")
     assert "at most 2^-8 of the clipping norm" in several and "invented rows" in several
-    assert (
-        "at most 3 clipping norms" in several
-    )  # placement lemma without A2: three radii, below 3 C
+    assert "at most 3 clipping norms" in several  # placement lemma without A2: three radii
     assert "by itself" in alone and "tried" not in alone
 
 
@@ -300,32 +284,34 @@ def test_a_failed_write_leaves_the_old_report(
     assert [p.name for p in tmp_path.iterdir()] == [REPORT_FILE]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "holds a list"),
-        ('{"epsilon": 1}', "missing or unknown: accountant"),
-    ],
-)
-def test_damaged_reports_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / REPORT_FILE).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        PrivacyReport.load(tmp_path)
+_RUN = {"folder": "leaky", "private": True, "statement": ""}
+REFUSED = [
+    ({"epsilon": "inf"}, "private=true, but .*no finite epsilon"),
+    ({"method": "mezo"}, "private=true, but .*mezo"),
+    ({"log_private_diagnostics": True}, "private=true, but .*un-noised"),
+    ({"noise_source": InsecureSeededNoise(0).name}, "private=true, but .*seeded"),
+    ({"epsilon": -1.0}, "epsilon=-1.0"),
+    ({"epsilon": "two"}, "wrong type"),
+    ({"steps": 41}, "steps=41 is outside 0..40"),
+    ({"unknown": 1}, "missing or unknown: unknown"),
+    ({"earlier_runs": "leaky"}, "earlier_runs="),
+    ({"earlier_runs": ["leaky"]}, "earlier_runs="),
+    ({"earlier_runs": [{"folder": "leaky"}]}, "earlier_runs="),
+    ({"earlier_runs": [{**_RUN, "private": "no"}]}, "earlier_runs="),
+    ({"earlier_runs": [{**_RUN, "extra": 1}]}, "earlier_runs="),
+    ("{", "is not JSON"),
+    ("[]", "holds a list"),
+    ('{"epsilon": 1}', "missing or unknown: accountant"),
+]
+"""What a file holds in place of a report's keys, and what is said of it."""
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"epsilon": -1.0}, "epsilon=-1.0"),
-        ({"epsilon": "two"}, "wrong type"),
-        ({"steps": 41}, "steps=41 is outside 0..40"),
-    ],
-)
-def test_impossible_values_are_refused(
-    change: dict[str, Any], message: str, tmp_path: Path
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_edited_and_damaged_reports_are_refused(
+    change: dict[str, Any] | str, message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / REPORT_FILE).write_text(json.dumps({**report().to_dict(), **change}))
+    text = change if isinstance(change, str) else json.dumps({**report().to_dict(), **change})
+    (tmp_path / REPORT_FILE).write_text(text)
     with pytest.raises(ValueError, match=message):
         PrivacyReport.load(tmp_path)
 
@@ -450,21 +436,6 @@ def test_earlier_runs_survive_the_file_and_tuning(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(found.to_dict())
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        "leaky",
-        ["leaky"],
-        [{"folder": "leaky"}],
-        [{"folder": "leaky", "private": "no", "statement": ""}],
-        [{"folder": "leaky", "private": True, "statement": "", "extra": 1}],
-    ],
-)
-def test_damaged_earlier_runs_are_refused(entry: Any) -> None:
-    with pytest.raises(ValueError, match="earlier_runs="):
-        PrivacyReport.from_dict({**report().to_dict(), "earlier_runs": entry})
-
-
 def train(folder: Path, base: Path | None = None, **settings: Any) -> Any:
     """A trainer, after one step on `base` and saving."""
     model = None if base is None else type(tiny_model()).from_pretrained(base)
@@ -567,26 +538,58 @@ def test_meter_is_infinite_without_privacy_and_refuses_steps_outside_the_plan() 
             BudgetMeter(poisson_plan(), 1e-5).at(step)
 
 
-def test_plot_writes_a_png_without_a_display(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("DISPLAY", raising=False)
-    history = [
-        {"step": 0, "eval_accuracy": 0.5, "eval_loss": 0.7},
-        {"step": 10, "epsilon": 0.4, "learning_rate": 1e-6},
-        {"step": 10, "eval_accuracy": 0.6, "eval_loss": math.nan},
-        {"step": 20, "epsilon": math.inf},
-        {"train_runtime": 3.0},
-    ]
-    nothing = [{"step": 1, "learning_rate": 1.0}, {"step": 2, "epsilon": math.inf}]
-    assert plot_run(nothing, tmp_path) is None and not list(tmp_path.iterdir())
-    path = plot_run(history, tmp_path)
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.parent == tmp_path
-
-
 def test_a_notebook_shows_what_print_shows():
     shown = []
     report()._repr_pretty_(SimpleNamespace(text=shown.append), cycle=False)
     assert shown == [str(report())]
+
+
+# ---- the processes of a run, and the links between them
+
+FOUR = "4 (2 shares of the rows x 2 shares of the directions)"
+
+
+def links(found: PrivacyReport) -> list[str]:
+    return [caveat for caveat in found.caveats if "torch.distributed" in caveat]
+
+
+def row(found: PrivacyReport) -> str | None:
+    return dict(found.rows()).get("processes")
+
+
+def test_one_process_adds_no_caveat() -> None:
+    one, unknown = report(processes="1"), report()
+    assert row(one) == "1 at the start" and one.caveats == unknown.caveats and links(one) == []
+    assert row(unknown) is None and unknown.processes == ""
+
+
+def test_several_are_told_with_what_is_assumed() -> None:
+    found = report(processes=FOUR)
+    assert row(found) == f"{FOUR} at the start"
+    (caveat,) = links(found)
+    assert f"in several processes, {FOUR}; resumed, it may have gone on" in caveat
+    assert "secret key" in caveat and "neither encrypted nor authenticated" in caveat
+
+
+def test_a_report_without_the_entry_is_read_as_one_that_does_not_know(tmp_path: Path) -> None:
+    old = report().to_dict()
+    assert old.pop("processes") == ""
+    (tmp_path / REPORT_FILE).write_text(json.dumps(old))
+    found = PrivacyReport.load(tmp_path)
+    assert found == report() and row(found) is None
+
+
+def test_the_card_shows_the_row_and_the_caveat() -> None:
+    found = report(processes=FOUR)
+    card = model_card(found).content
+    assert f"| processes | {row(found)} |" in card and f"- {links(found)[0]}" in card
+    assert "| processes |" not in model_card(report()).content
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how_to/my_csv.md"])
+def test_reports_in_documents_have_the_lines_of_a_report(page: str) -> None:
+    text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    block = text.partition("-differentially private (target ")[2].partition("```")[0]
+    labels = [line[2:].split("  ")[0] for line in block.splitlines()[1:]]
+    lines = [label[:11].strip() for label, _ in report(processes="1").rows()]
+    assert [label[:11].strip() for label in labels] == lines

@@ -10,7 +10,7 @@ import pytest
 
 from hf_dpzero import DPZeroConfig, DPZeroSeq2SeqConfig
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.reporting.redaction import OWN_SETTINGS
+from hf_dpzero.reporting.hub import OWN_SETTINGS
 from hf_dpzero.settings.hf_arguments import FIELDS
 from hf_dpzero.settings.ranges import RANGES
 from hf_dpzero.tasks.arguments import DataArguments

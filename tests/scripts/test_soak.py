@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,8 +12,7 @@ from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
 from hf_dpzero.checks.public_rows import judge_differences
-from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.objectives.losses import classification_losses, token_losses
 from hf_dpzero.privacy.correlated_noise.correlation import Correlation
 from hf_dpzero.privacy.correlated_noise.plans import sensitivity

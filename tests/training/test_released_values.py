@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_dpzero.ledger.log_file import LedgerWriteError
-from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.ledger.update_rules import Release
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import release_on_all
 

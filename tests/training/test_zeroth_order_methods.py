@@ -56,7 +56,7 @@ def test_replay_and_resume_give_the_weights_of_a_straight_run(tmp_path, name):
 
 def test_all_variants_are_there():
     """Every update rule and adaptive clip has a row above."""
-    from hf_dpzero.ledger.update_rules import UPDATE_RULES
+    from hf_dpzero.ledger.replay import UPDATE_RULES
 
     values = set(itertools.chain.from_iterable(v.values() for v in VARIANTS.values()))
     assert set(UPDATE_RULES) - {"sgd"} <= values
