@@ -298,7 +298,7 @@ def _coarse(model: nn.Module) -> str | None:
 def _refuse_coarse(what: str) -> None:
     raise ValueError(
         f"{what}, and ghost clipping rounds sums over examples in that precision, which is coarser "
-        "than the clip's margin: use per_example_gradients: dense, or float32 throughout."
+        "than the clip's margin: use performance.per_example_gradients: dense, or float32 throughout."
     )
 
 

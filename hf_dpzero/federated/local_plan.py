@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -132,10 +133,10 @@ def check_settings(config: Any) -> None:
             "different things; use clipping: fixed, and give clip and num_directions too, whose "
             "defaults are others there."
         )
-    for name in ("noise_schedule", "clip_schedule", "smoothing_schedule"):
-        if getattr(config, name) is not None:
+    for name in ("noise", "clip", "smoothing"):
+        if (schedule := getattr(config.schedules, name)) is not None:
             raise PlanError(
-                f"{name}={getattr(config, name)!r}: a client that misses a round has spent other steps "
+                f"schedules.{name}={schedule!r}: a client that misses a round has spent other steps "
                 "than the first ones, for which there is no accounting here; leave it out."
             )
     if config.sampling not in DRAWN_AFRESH:
@@ -143,20 +144,20 @@ def check_settings(config: Any) -> None:
             f"sampling={config.sampling!r}: clients draw each round afresh and may miss rounds, and its "
             f"account needs one order for the whole run; use one of {', '.join(DRAWN_AFRESH)}."
         )
-    if getattr(config, "noise_correlation", "none") not in ("none", "independent", None):
+    if config.correlated_noise.kind != "none":
         raise PlanError(
-            f"noise_correlation={config.noise_correlation!r}: a client that misses a round would break "
-            "the sequence that its noise is accounted for; leave it out."
+            f"correlated_noise.kind={config.correlated_noise.kind!r}: a client that misses a round "
+            "would break the sequence that its noise is accounted for; leave it out."
         )
     refused = {
-        "group_column": "clients do not know each other's groups; leave it out",
+        "group_robust.column": "clients do not know each other's groups; leave it out",
         "extends_run": "clients keep ledgers of their own and extend no run; leave it out",
-        "sampler_key": "each client draws its own, which nobody may know; leave it out",
-        "log_private_diagnostics": "un-noised statistics stay on the client; leave it out",
+        "testing.sampler_key": "each client draws its own, which nobody may know; leave it out",
+        "testing.log_private_diagnostics": "un-noised statistics stay on the client; leave it out",
     }
     for name, why in refused.items():
-        if getattr(config, name, None):
-            raise PlanError(f"{name}={getattr(config, name)!r}: {why}.")
+        if value := operator.attrgetter(name)(config):
+            raise PlanError(f"{name}={value!r}: {why}.")
 
 
 def check_rounds(rounds: int) -> int:

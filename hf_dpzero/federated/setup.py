@@ -197,8 +197,8 @@ class Side:
         return self.plans[num_examples, sampling_probability]
 
     def noise(self, client: int) -> NoiseSource:
-        """The operating system's; with insecure_noise_seed, another stream for each client."""
-        seed = self.recipe.training.insecure_noise_seed
+        """The operating system's; with testing.insecure_noise_seed, another stream for each client."""
+        seed = self.recipe.training.testing.insecure_noise_seed
         return SecureNoise() if seed is None else InsecureSeededNoise(seed + 1000 * (client + 1))
 
     def join(self, name: str, client: int, folder: Path, invitation: bytes) -> bytes:

@@ -62,7 +62,7 @@ _STATED = {
     "from which process evaluates it, and so from the other examples. Give every process the same "
     "collator and compute_per_example_loss, on machines of one kind",
     "strategy": "way to perturb the model, which rows of evaluation or the hardware decided: give every "
-    "process the same perturbation_strategy and eval_dataset, on machines of one kind",
+    "process the same performance.perturbation_strategy and eval_dataset, on machines of one kind",
     "releases": "releases that the ledger in output_dir holds: resume from one folder that all can read",
 }
 

@@ -102,7 +102,7 @@ def open_keys(trainer: Any) -> RunKeys:
       LedgerError: steps were released and their keys are not there, or are another run's; or the rows
         are not those that these steps had, in the same order, or there is no telling.
     """
-    given = trainer.args.sampler_key
+    given = trainer.args.testing.sampler_key
     if not isinstance(trainer.plan.sampler, FixedBatchesSampler):
         return RunKeys(run_files.draw_sampler_key(given))
     file = Path(trainer.output_dir) / FOLDER / FILE
@@ -164,7 +164,7 @@ def noise_of_steps(trainer: Any, keys: RunKeys) -> NoiseSource:
     if not isinstance(source, SecureNoise | InsecureSeededNoise):
         raise ValueError(
             f"noise is a {type(source).__name__}, and correlated noise draws from secret keys that it "
-            "can draw from again: leave `noise` out, or noise_correlation."
+            "can draw from again: leave `noise` out, or correlated_noise."
         )
     base = source if isinstance(source, InsecureSeededNoise) else KeyedNoise(keys.noise)
     factorization = plan.correlation.factorization(plan.steps)

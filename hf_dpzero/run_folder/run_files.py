@@ -42,15 +42,15 @@ def ledger_header(trainer: Any) -> dict[str, Any]:
         "tuning": trainer.args.tuning,
         "noise_source": trainer.noise.name,
         "privacy_unit": trainer.args.privacy_unit,
-        "sampler_key_is_secret": trainer.args.sampler_key is None,
-        "log_private_diagnostics": trainer.args.log_private_diagnostics,
+        "sampler_key_is_secret": trainer.args.testing.sampler_key is None,
+        "log_private_diagnostics": trainer.args.testing.log_private_diagnostics,
         "versions": versions(),
     }
     if trainer.args.extends_run is not None:
         header["extends"] = header_entries(trainer.args.extends_run)
         header["tuning"] = worst_tuning(trainer.args.tuning, header["extends"])
-    if trainer.args.direction_key is not None:
-        header["direction_key"] = f"{trainer.args.direction_key:032x}"
+    if trainer.args.testing.direction_key is not None:
+        header["direction_key"] = f"{trainer.args.testing.direction_key:032x}"
     return header
 
 

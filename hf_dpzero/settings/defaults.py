@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_dpzero.perturbation.trainable import is_trained
 from hf_dpzero.privacy.correlated_noise.plans import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
 
 NOISE_SHARE = 0.3
 """Change of an example's loss that the noise of the whole run may make along one direction."""
@@ -45,13 +48,13 @@ FAR = 10.0
 """A given rate that is off by more than this factor is spoken of."""
 
 
-def fill_in(config: Any) -> None:
+def fill_in(config: DPZeroConfig) -> None:
     """Puts values where a config has None, but for what `resolve` and `learning_rate` choose for a run.
 
     Args:
       config: a `DPZeroConfig`; what stays None is its `chosen`.
     """
-    chosen = set()
+    chosen: set[str] = set()
     if config.method == "dpzero" and config.noise_distribution == "gaussian":
         if (
             config.learning_rate is None
@@ -68,7 +71,7 @@ def fill_in(config: Any) -> None:
             setattr(config, name, value)
 
 
-def resolve(config: Any, model: nn.Module) -> Any:
+def resolve(config: DPZeroConfig, model: nn.Module) -> DPZeroConfig:
     """A copy of a config with K for a model: `MANY` where few parameters follow the first trainable one.
 
     Args:
@@ -91,7 +94,7 @@ def evaluated_again(model: nn.Module, pattern: str | None) -> int:
     return sum(p.numel() for _, p in named[min(trained, default=0) :])
 
 
-def steps_that_follow(config: Any, steps: int) -> int:
+def steps_that_follow(config: DPZeroConfig, steps: int) -> int:
     """In how many first steps a chosen learning rate follows the clip; 0 for a given one."""
     adapts = "learning_rate" in config.chosen and config.clipping == "adaptive"
     return round(FOLLOWED * steps) if adapts else 0
@@ -128,7 +131,7 @@ def rate_of_noise(noise: float, clip: float, schedule: Any) -> float:
     return NOISE_SHARE * decay / (clip * noise)
 
 
-def rate_hint(config: Any, plan: PrivacyPlan) -> str:
+def rate_hint(config: DPZeroConfig, plan: PrivacyPlan) -> str:
     """What to say of a given rate beside a chosen clip and K, as a copied first-order script has it.
 
     Returns:

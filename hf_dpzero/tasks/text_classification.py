@@ -115,7 +115,8 @@ def _kept(data: DataArguments, label: str) -> list[str]:
     column = data.keep_column
     if column == "label" != label:
         raise ValueError(
-            f"keep_column (group_column) 'label' beside label_column={label!r}, which is called 'label' "
+            f"keep_column (group_robust.column) 'label' beside label_column={label!r}, "
+            "which is called 'label' "
             "here: rename one of the columns."
         )
     return [] if column in (None, "label") else [str(column)]

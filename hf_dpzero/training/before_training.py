@@ -290,7 +290,9 @@ def _tried_sizes(trainer: Any, losses: Any) -> tuple[tuple[int, ...], int | None
     invented = InventedRows(invented_form(trainer, shapes), model, shapes.side)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dense = (
-        args.per_example_gradients == "dense" or args.mixed_precision != "no" or rounds_products()
+        args.performance.per_example_gradients == "dense"
+        or args.mixed_precision != "no"
+        or rounds_products()
     )
     sizes, tokens = shapes.placement.sizes, None
     try:
@@ -352,7 +354,7 @@ def _gradient_sizes(trainer: Any, smoke: SmokeTest, sizes: Any) -> tuple[int, ..
     gradients = per_example_gradients(
         trainer.model,
         trainer.evaluated_objective(),
-        args.per_example_gradients,
+        args.performance.per_example_gradients,
         args.physical_batch_size,
         autocast=args.mixed_precision != "no",
     )

@@ -20,8 +20,8 @@ class StepMeter(TrainerCallback):
     """Times the steps and watches their peak memory; evaluation between steps counts for neither.
 
     A step is what lies between `on_step_begin` and `on_step_end`: the batch is fetched already, and
-    an update that waits for the next pass (`defer_updates`) falls into the next step. The device's
-    queue is emptied at both ends, so that time is not booked to a neighbour.
+    an update that waits for the next pass (`performance.defer_updates`) falls into the next step.
+    The device's queue is emptied at both ends, so that time is not booked to a neighbour.
 
     Args:
       device: what trains, for example "cuda"; None takes the training arguments' own.

@@ -110,8 +110,8 @@ class ZerothOrderMethod(TrainingMethod):
             self.space,
             trainer.evaluated_objective(),
             args.smoothing,
-            args.reuse_frozen_prefix,
-            args.perturbation_strategy,
+            args.performance.reuse_frozen_prefix,
+            args.performance.perturbation_strategy,
             passes_of(trainer),
         )
         with isolated_randomness():
@@ -147,7 +147,9 @@ class ZerothOrderMethod(TrainingMethod):
             follow_clip=steps_that_follow(trainer.args, trainer.plan.steps),
             mechanism_at=trainer.plan.scheduled,
             smoothing_at=smoothing_of_steps(args, trainer.plan.steps),
-            defer=args.defer_updates and all_known(readers) and not is_compiled(trainer.model),
+            defer=args.performance.defer_updates
+            and all_known(readers)
+            and not is_compiled(trainer.model),
             weighting=weighting_of(trainer),
             split=trainer.split,
         )
@@ -220,7 +222,7 @@ class FirstOrderMethod(TrainingMethod):
         gradients = per_example_gradients(
             model,
             objective,
-            args.per_example_gradients,
+            args.performance.per_example_gradients,
             args.physical_batch_size,
             autocast=args.mixed_precision != "no",
         )

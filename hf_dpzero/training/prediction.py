@@ -44,7 +44,7 @@ class PredictingTrainer(ShardedTrainer):
         return self._evaluated[0]
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
-        """As in Trainer, with metrics of each group where `group_column` is set.
+        """As in Trainer, with metrics of each group where `group_robust.column` is set.
 
         Without `compute_metrics` these are the groups' losses, which take a forward pass of their own.
         """

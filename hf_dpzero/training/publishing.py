@@ -143,8 +143,8 @@ class PublishingTrainer(PredictingTrainer):
         started: dict[str, Any] = {
             "target_epsilon": self.args.target_epsilon,
             "direction": self.args.direction_settings()["direction"],
-            "log_private_diagnostics": self.args.log_private_diagnostics,
-            "sampler_key_is_secret": self.args.sampler_key is None,
+            "log_private_diagnostics": self.args.testing.log_private_diagnostics,
+            "sampler_key_is_secret": self.args.testing.sampler_key is None,
             "privacy_unit": self.args.privacy_unit,
             "tuning": worst_tuning(self.args.tuning, self._extended),
             **(self.trajectory.header if self.trajectory else {}),  # what the run began with counts

@@ -36,7 +36,7 @@ from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run_folder import noise_keys, opening
 from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.group_settings import row_groups
+from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import precision, screen, termination
 from hf_dpzero.training.before_training import check_before_training
 from hf_dpzero.training.group_training import group_logs
@@ -135,7 +135,7 @@ class DPZeroMixin(PublishingTrainer):
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = compute_per_example_loss
         check_overrides(self)
-        seed = args.insecure_noise_seed
+        seed = args.testing.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self.trajectory: Trajectory | None = None
         self._method_state: Mapping[str, Any] | None = None
@@ -231,7 +231,7 @@ class DPZeroMixin(PublishingTrainer):
         resume = opening.checkpoint_of(self.output_dir, resume_from_checkpoint)
         self._besides = self.saved_besides()
         if self.plan.groups is not None:
-            column = str(self.args.group_column)
+            column = str(self.args.group_robust.column)
             self._row_groups = row_groups(self.plan.groups, column, self.train_dataset)
         noise_keys.check_uploads(self)
         check_before_training(self)
@@ -439,9 +439,10 @@ class DPZeroMixin(PublishingTrainer):
         """
         assert self.step.trajectory is self.trajectory
         logged, self._diagnostics = self.trajectory.header["log_private_diagnostics"], {}
-        if self.args.log_private_diagnostics is not logged:
+        if self.args.testing.log_private_diagnostics is not logged:
             logger.warning_once(
-                f"log_private_diagnostics was changed during the run, which goes on as it began, with "
+                "testing.log_private_diagnostics was changed during the run, which goes "
+                "on as it began, with "
                 f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
             )
         try:

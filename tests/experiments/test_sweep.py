@@ -327,7 +327,7 @@ COMPOSED = ("--tuning", "composed")
         ((*COMPOSED, "--grid", "subset_seed=1,2"), "one fixed set of training rows"),
         ((*COMPOSED, "--grid", "output_dir=a,b"), "is no hyper-parameter"),
         (
-            ("--tuning", "public", "--grid", "sampler_key=a,b"),
+            ("--tuning", "public", "--grid", "testing.sampler_key=a,b"),
             "sampler_key may not be in a public grid",
         ),
         ((*COMPOSED, "--grid", "clip=1,2", "--clip", "3"), "both swept and overridden"),

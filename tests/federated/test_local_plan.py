@@ -15,7 +15,7 @@ from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
 
-OWN = {"sampler_key": None, "insecure_noise_seed": None}
+OWN = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
 
 
 def plan(tmp_path, n: int = 200, q: float = 0.1, participation="sampled", **settings) -> LocalPlan:
@@ -101,15 +101,22 @@ def test_honest_values_stay_within_the_bound_and_worst_ones_near_it(tmp_path, sa
     [
         ({"method": "mezo", "clip": None, "noise_multiplier": None}, "method='mezo'"),
         ({"clipping": "adaptive"}, "clipping='adaptive'"),
-        ({"noise_schedule": "exp(gamma=0.99)"}, "noise_schedule"),
-        ({"sampler_key": "ab" * 32}, "sampler_key"),
-        ({"log_private_diagnostics": True}, "log_private_diagnostics"),
+        ({"schedules.noise": "exp(gamma=0.99)"}, "noise_schedule"),
+        ({"testing.sampler_key": "ab" * 32}, "sampler_key"),
+        ({"testing.log_private_diagnostics": True}, "log_private_diagnostics"),
         (
-            {"noise_correlation": "tree", "hold_direction_for": 5, "sampling": "fixed_batches"},
-            "sampling='fixed_batches'|noise_correlation='tree'",
+            {
+                "correlated_noise.kind": "tree",
+                "correlated_noise.hold_direction_for": 5,
+                "sampling": "fixed_batches",
+            },
+            "sampling='fixed_batches'|correlated_noise.kind='tree'",
         ),
-        ({"group_column": "g", "group_shares": {"a": 0.5, "b": 0.5}}, "group_column='g'"),
-        ({"clip_schedule": "linear(start=2, end=1)"}, "clip_schedule"),
+        (
+            {"group_robust.column": "g", "group_robust.shares": {"a": 0.5, "b": 0.5}},
+            "group_robust.column='g'",
+        ),
+        ({"schedules.clip": "linear(start=2, end=1)"}, "clip_schedule"),
     ],
 )
 def test_settings_without_accounting_are_refused(tmp_path, settings, message):
@@ -138,8 +145,8 @@ def test_clients_without_a_plan_are_refused(tmp_path, n, settings, message):
 
 def test_each_refusal_of_a_setting_stands_alone(tmp_path):
     """Settings that a config refuses together with others are refused one by one as well."""
-    made = config(tmp_path, sampler_key=None, insecure_noise_seed=None)
-    for name, value in {"noise_correlation": "banded", "extends_run": "out/before"}.items():
+    made = config(tmp_path, testing={"sampler_key": None, "insecure_noise_seed": None})
+    for name, value in {"correlated_noise.kind": "banded", "extends_run": "out/before"}.items():
         changed = copy.copy(made)
         setattr(changed, name, value)
         with pytest.raises(PlanError, match=f"{name}='{value}'.*leave it out"):

@@ -60,15 +60,14 @@ def test_the_update_is_the_mean_weighted_by_expected_batches(tmp_path):
 
 def test_one_client_without_noise_is_a_central_run(tmp_path):
     """Limit: the same rows, no noise, one client: the releases of a `DPZeroTrainer`, bit for bit."""
-    settings = {"sampling": "full_batch", "noise_multiplier": 0.0, "direction_key": 9}
+    settings = {"sampling": "full_batch", "noise_multiplier": 0.0, "testing.direction_key": 9}
     data = tiny_data(24)
     central = build(
         tmp_path / "central",
         data=data,
         max_steps=4,
         num_directions=3,
-        insecure_noise_seed=None,
-        sampler_key=None,
+        testing={"insecure_noise_seed": None, "sampler_key": None},
         **settings,
     )
     central.train()
@@ -102,8 +101,8 @@ def test_replacing_a_row_moves_a_message_by_2_radii_over_b_at_most(tmp_path):
     sent = []
     settings = {
         "sampling": "full_batch",
-        "insecure_noise_seed": 3,
-        "direction_key": 2,
+        "testing.insecure_noise_seed": 3,
+        "testing.direction_key": 2,
         "clip": 1e-3,
     }
     for i, rows in enumerate((data, type(data).from_list(other))):
@@ -246,10 +245,16 @@ def test_a_server_that_resumes_asks_what_its_clients_know(tmp_path):
 
 def test_a_killed_server_goes_on_from_its_ledgers(tmp_path):
     straight, first = started(
-        tmp_path / "a", direction_key=4, insecure_noise_seed=3, sampling="full_batch"
+        tmp_path / "a",
+        testing={"direction_key": 4, "insecure_noise_seed": 3},
+        sampling="full_batch",
     )
     rounds_of(straight, first).run()
-    settings = {"direction_key": 4, "insecure_noise_seed": 3, "sampling": "full_batch"}
+    settings = {
+        "testing.direction_key": 4,
+        "testing.insecure_noise_seed": 3,
+        "sampling": "full_batch",
+    }
     made, server = started(tmp_path / "b", **settings)
 
     class Killed(Exception):
@@ -512,7 +517,7 @@ def test_rows_that_come_once_keep_their_order_from_start_to_start(tmp_path):
 
 
 def test_an_insecure_seed_is_reported(tmp_path):
-    made, server = started(tmp_path, insecure_noise_seed=3)
+    made, server = started(tmp_path, testing={"insecure_noise_seed": 3})
     rounds_of(made, server).run()
     report = federated_report(server)
     assert not report["private"] and "seeded" in report["clients"][0]["statement"]

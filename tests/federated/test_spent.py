@@ -26,7 +26,7 @@ def test_a_client_knows_its_cost_from_its_ledger_alone(tmp_path):
 
 
 def test_seeded_noise_is_not_private_here_either(tmp_path):
-    made, server = started(tmp_path, insecure_noise_seed=3)
+    made, server = started(tmp_path, testing={"insecure_noise_seed": 3})
     rounds_of(made, server).run()
     assert "NOT PRIVATE" in words(spent(client_folder(tmp_path, NAMES[0])))
 

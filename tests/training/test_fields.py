@@ -17,7 +17,7 @@ from hf_dpzero.objectives.heads import masked_lm_objective, own_loss_objective, 
 from hf_dpzero.objectives.losses import classification_losses, token_losses
 from hf_dpzero.settings import hf_arguments as fields
 from hf_dpzero.settings.hf_arguments import FIELDS, NAMES, OTHER, REFUSED, UNUSED, WORKS, use_of
-from hf_dpzero.settings.method_names import METHODS, NOT_PRIVATE
+from hf_dpzero.settings.nested import METHODS, NOT_PRIVATE
 from scripts.training_arguments import PAGE, page
 
 ONLY_OLDER = {"warmup_ratio", "logging_dir"}
@@ -124,11 +124,13 @@ def _config_of(values: dict) -> DPZeroConfig:
 
 def test_the_warning_is_one_line_of_the_log(tmp_path, caplog):
     logging.logging.Logger.warning_once.cache_clear()
-    config(tmp_path, optim="adafactor", dataloader_drop_last=True, clip_quantile=0.3)
+    config(
+        tmp_path, optim="adafactor", dataloader_drop_last=True, clipping_config={"quantile": 0.3}
+    )
     said = [record.getMessage() for record in caplog.records if record.name.startswith("hf_dpzero")]
     assert said == [
         "no effect in a dpzero run: optim='adafactor' (update_rule says what is made of the released "
-        "numbers), clip_quantile=0.3 (it is for clipping='adaptive'); another meaning: "
+        "numbers), clipping_config.quantile=0.3 (it is for clipping='adaptive'); another meaning: "
         "dataloader_drop_last=True (in evaluation only: training has a data loader of its own)"
     ]
 
