@@ -18,9 +18,9 @@ from hf_dpzero.settings.nested import (
     CorrelatedNoise,
     Given,
     GroupRobust,
+    InsecureTesting,
     Performance,
     Schedules,
-    Testing,
 )
 from hf_dpzero.settings.setting import (
     BELOW_ONE,
@@ -353,7 +353,7 @@ class OwnFields:
         "{defer_updates, reuse_frozen_prefix, perturbation_strategy, direction_parallel_size,"
         " per_example_gradients}: speed and memory",
     )
-    testing: Given[Testing] = setting(
+    testing: Given[InsecureTesting] = setting(
         None,
         "{insecure_noise_seed, sampler_key, direction_key, log_private_diagnostics}: for "
         "tests; mostly NOT PRIVATE",

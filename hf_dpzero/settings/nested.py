@@ -320,7 +320,7 @@ class Performance(Nested):
 
 
 @dataclass
-class Testing(Nested):
+class InsecureTesting(Nested):
     """For tests: runs that can be repeated, and are then mostly NOT PRIVATE."""
 
     insecure_noise_seed: int | None = setting(
@@ -365,6 +365,6 @@ NESTED: Mapping[str, type[Nested]] = {
     "correlated_noise": CorrelatedNoise,
     "group_robust": GroupRobust,
     "performance": Performance,
-    "testing": Testing,
+    "testing": InsecureTesting,
 }
 """Field of `DPZeroConfig` -> the dataclass that it holds."""

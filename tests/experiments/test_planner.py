@@ -18,6 +18,7 @@ from hf_dpzero.experiments.model_on_meta import SHAPES, MetaModel
 from hf_dpzero.experiments.plan import gib
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
+from hf_dpzero.settings.nested import Performance
 from hf_dpzero.tasks.arguments import DataArguments
 
 TINY = {
@@ -186,7 +187,8 @@ def test_a_step_takes_weights_a_pass_and_what_the_method_keeps(recipe_of):
     model = meta.build("float32")
     found = memory.measured_pass(meta, recipe.data, model, 4)
     args = SimpleNamespace(
-        method="dp-adamw", per_example_gradients="dense", not_private=False, clipping="fixed",
+        method="dp-adamw", performance=Performance(per_example_gradients="dense"),
+        not_private=False, clipping="fixed",
         bf16=False,
     )  # fmt: skip
     dense, how = memory.first_order_bytes(model, args, 4, found)[::-1]

@@ -333,7 +333,7 @@ COMPOSED = ("--tuning", "composed")
         ((*COMPOSED, "--grid", "clip=1,2", "--clip", "3"), "both swept and overridden"),
         ((*COMPOSED, "--grid", "clip=1,2", "--selection", "some"), "selection='some'"),
         ((*COMPOSED, "--grid", "clip=1,2", "--mean_trials", "0"), "mean_trials=0.0"),
-        ((*COMPOSED, "--grid", "clip=1,2", "--insecure_noise_seed", "1"), "NOT PRIVATE"),
+        ((*COMPOSED, "--grid", "clip=1,2", "--testing.insecure_noise_seed", "1"), "NOT PRIVATE"),
         ((*COMPOSED, "--grid", "clip=1,-2"), "clip=-2.0"),
         (
             (*COMPOSED, "--grid", "clip=1,2", "--neighboring_relation", "replace_one"),

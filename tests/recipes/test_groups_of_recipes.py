@@ -85,7 +85,7 @@ def test_the_plan_of_a_recipe_counts_the_groups(tmp_path):
     made = recipe(tmp_path, **files(tmp_path))
     plan = made.training.plan(40)
     assert plan.groups.shares == (0.25, 0.75) and plan.epsilon(made.training.delta(40)) <= 2
-    assert "group_column: place" in made.to_yaml()
+    assert "group_robust:\n  column: place" in made.to_yaml()
     again = tmp_path / "again.yaml"
     again.write_text(made.to_yaml())
     assert load_recipe(again).training.plan(40) == plan

@@ -19,7 +19,7 @@ from hf_dpzero.recipes.recipe import (
     load_recipe,
     read_recipe,
 )
-from hf_dpzero.settings.nested import Testing
+from hf_dpzero.settings.nested import InsecureTesting
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import parse_yaml
 
@@ -64,7 +64,7 @@ def test_values_reach_the_dataclass_that_owns_them(write):
         (["--max_steps", "9", "--max-steps", "1e1", "--clip=3"], {"max_steps": 10, "clip": 3.0}),
         (
             ["--testing.log-private-diagnostics", "--clip", "2"],
-            {"testing": Testing(log_private_diagnostics=True)},
+            {"testing": InsecureTesting(log_private_diagnostics=True)},
         ),
         (["--lora_target_modules", "query", "value"], {"lora_target_modules": ["query", "value"]}),
         ({"max_steps": 4, "peft_method": "lora"}, {"max_steps": 4, "peft_method": "lora"}),

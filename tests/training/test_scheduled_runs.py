@@ -239,7 +239,14 @@ def test_the_plan_shows_schedule_gain_and_what_is_spent_when(capsys):
     from hf_dpzero.cli import main
 
     words = "--num_examples 1000 --sampling full_batch --max_steps 100 --target_epsilon 2 --json"
-    command = ["plan", *words.split(), "--target_delta", "1e-5", "--noise_schedule", "gd(kappa=20)"]
+    command = [
+        "plan",
+        *words.split(),
+        "--target_delta",
+        "1e-5",
+        "--schedules",
+        '{"noise": "gd(kappa=20)"}',
+    ]
     assert main.main(command) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["gain_against_uniform"] == pytest.approx(1.496, rel=0.003)
