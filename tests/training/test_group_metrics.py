@@ -200,12 +200,12 @@ def test_values_are_compared_as_text(values, names, expected):
 
 def test_truth_values_of_json_are_those_of_a_column(tmp_path):
     data = tiny_data().add_column("where", [i % 5 == 0 for i in range(120)])
-    shares = json.dumps({"true": 0.2, "false": 0.8})
+    groups = json.dumps({"column": "where", "shares": {"true": 0.2, "false": 0.8}})
     own = {"eval_dataset": None}
     trainer = build(
         tmp_path,
         data=data,
-        group_robust={"column": "where", "shares": shares},
+        group_robust=groups,
         trainer_settings=own,
     )
     trainer.train()

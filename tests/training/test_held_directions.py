@@ -36,9 +36,9 @@ class _KilledAt(TrainerCallback):
 
 def test_steps_share_the_directions_of_their_block():
     header = {
-        "testing.direction_key": f"{7:032x}",
+        "direction_key": f"{7:032x}",
         "num_directions": 2,
-        "correlated_noise.hold_direction_for": 4,
+        "hold_direction_for": 4,
     }
     held = [directions_of(step, header) for step in range(9)]
     assert held[0] == held[3] == [Direction(7, 0, 0), Direction(7, 0, 1)]

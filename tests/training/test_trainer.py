@@ -564,7 +564,7 @@ def test_the_report_is_the_ledgers_whatever_the_arguments_say_since(tmp_path):
     trainer = build(tmp_path, testing={"insecure_noise_seed": None})
     trainer.train()
     before = trainer.privacy_report()
-    assert not before.private and "sampler_key" in trainer.args.to_dict()
+    assert not before.private and trainer.args.to_dict()["testing"]["sampler_key"]
     trainer.args.testing.sampler_key, trainer.args.rows_are = None, "text"
     trainer.args.testing.log_private_diagnostics, trainer.args.target_epsilon = True, 0.1
     assert trainer.privacy_report() == before
