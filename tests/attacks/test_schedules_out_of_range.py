@@ -22,7 +22,7 @@ def plan(tmp_path, **settings):
         ("levels.yaml", "- -1\n- 1\n- 1\n- 1\n- 1\n- 1\n"),
     ],
 )
-@pytest.mark.parametrize("setting", ["noise_schedule", "clip_schedule"])
+@pytest.mark.parametrize("setting", ["schedules.noise", "schedules.clip"])
 def test_a_sign_in_a_file_is_no_bullet(setting, name, text, tmp_path):
     """The minus was stripped, and the run took the positive number."""
     path = tmp_path / name
@@ -61,7 +61,9 @@ def test_bullets_of_yaml_are_read(tmp_path):
 )
 def test_a_step_out_of_range_is_refused_before_the_first(settings, tmp_path):
     """The plan was accepted, and step 1 or 5 of 6 raised after releases had been paid for."""
-    with pytest.raises(ValueError, match=r"_schedule=.*, step \d: .*(between|outside)"):
+    with pytest.raises(
+        ValueError, match=r"schedules\.(noise|clip)=.*, step \d: .*(between|outside)"
+    ):
         plan(tmp_path, **settings)
 
 
