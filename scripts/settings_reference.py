@@ -7,29 +7,13 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from hf_dpzero.estimators.finite_differences import STRATEGIES
-from hf_dpzero.ledger.replay import UPDATE_RULES
-from hf_dpzero.perturbation.directions import DISTRIBUTIONS
-from hf_dpzero.privacy.events import ACCOUNTANTS
-from hf_dpzero.privacy.mechanisms.base import RELATIONS
-from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.settings.config import (
-    CLIPPINGS,
-    GRADIENTS,
-    ON_NO_SIGNAL,
-    ROWS,
-    SAMPLINGS,
-    DPZeroConfig,
-)
-from hf_dpzero.settings.correlation_settings import CORRELATIONS
-from hf_dpzero.settings.group_settings import GROUP_WEIGHTS
-from hf_dpzero.settings.hf_arguments import NEEDS
-from hf_dpzero.settings.method_names import METHODS
-from hf_dpzero.settings.ranges import RANGES
+from hf_dpzero.settings.config import DPZeroConfig
+from hf_dpzero.settings.nested import NESTED
+from hf_dpzero.settings.setting import Allowed, Setting, settings_of
 from hf_dpzero.tasks.arguments import DataArguments
 from scripts.setting_costs import COSTS, INHERITED, Cost
 from scripts.training_arguments import DOCS
@@ -38,34 +22,26 @@ PAGE = DOCS / "settings.md"
 CLASSES: Mapping[str, type] = {
     kind.__name__: kind for kind in (DPZeroConfig, ModelArguments, DataArguments)
 }
-CHOICES: Mapping[str, Sequence[str]] = {
-    "method": METHODS, "clipping": tuple(CLIPPINGS), "per_example_gradients": GRADIENTS,
-    "direction": DISTRIBUTIONS, "sampling": SAMPLINGS, "neighboring_relation": RELATIONS,
-    "accountant": ACCOUNTANTS, "noise_distribution": ("gaussian", "laplace"),
-    "update_rule": tuple(UPDATE_RULES), "tuning": WORDS,
-    "perturbation_strategy": STRATEGIES, "rows_are": ROWS, "on_no_signal": ON_NO_SIGNAL,
-    "group_weights": GROUP_WEIGHTS,
-    "noise_correlation": CORRELATIONS,
-    "torch_dtype": ("float32", "bfloat16", "float16", "auto"), "hub_strategy": ("end",),
-}  # fmt: skip
-LOWEST: Mapping[str, str] = {
+WORDS: Mapping[str, str] = {
     **dict.fromkeys(("logit_scale", "lora_alpha"), "above 0"),
     **dict.fromkeys(("lora_r", "num_virtual_tokens", "max_new_tokens"), "at least 1"),
     **dict.fromkeys(
         ("max_train_samples", "max_eval_samples", "num_examples_per_class"), "at least 1"
     ),
     **{"max_seq_length": "at least 2", "num_demonstrations": "at least 0"},
-    **{"target_delta": "a number in (0, 1); 0 with Laplace noise"},
-    **{"direction_key": "128 bits", "sampler_key": "64 hex digits"},
+    "torch_dtype": "`float32`, `bfloat16`, `float16`, `auto`",
 }
-"""Ranges that no table of the package holds."""
+"""Ranges of recipes' settings of model and rows."""
 
 _INTRODUCTION = """\
 # Settings
 
-Written by `python -m scripts.settings_reference`; the costs are in `scripts/setting_costs.py`.
+Written by `python -m scripts.settings_reference`; those of `DPZeroConfig` say themselves what they cost.
 
-A recipe is a flat YAML file of these settings. In a script `DPZeroConfig` takes those of its own part,
+A recipe is a YAML file of these settings; those of `testing` and other nested ones stand below their
+name, `testing: {direction_key: 7}`, and on a command line `--testing.direction_key 7` or
+`--testing '{"direction_key": 7}'`. In a script a nested setting is a dict, its JSON, or the dataclass.
+There `DPZeroConfig` takes those of its own part,
 beside all fields of `TrainingArguments`, which have [a page of their own](training_arguments.md).
 `DPZeroSeq2SeqConfig` adds no setting of this package: it is `DPZeroConfig` with the fields of
 `Seq2SeqTrainingArguments`. On the command line each is an option: `--target_epsilon 2`.
@@ -86,9 +62,48 @@ def page() -> str:
     """The Markdown, ending in a new line."""
     parts = [_INTRODUCTION]
     for name, kind in CLASSES.items():
-        parts += [f"## {_TITLES[name]}\n", *_groups(name, kind)]
+        parts.append(f"## {_TITLES[name]}\n")
+        parts += _described(kind) if kind is DPZeroConfig else _groups(name, kind)
     parts += ["## Of `TrainingArguments`\n", _inherited()]
     return "\n".join(parts)
+
+
+def _described(kind: type) -> Iterator[str]:
+    """Tables of fields that describe themselves: the flat ones, then each nested setting."""
+    yield _table(
+        (field.name, field.default, typing.get_type_hints(kind)[field.name], described)
+        for field, described in settings_of(kind)
+        if field.name not in NESTED
+    )
+    texts = {field.name: described.text for field, described in settings_of(kind)}
+    for name, part in NESTED.items():
+        yield f"### `{name}`\n\n`{part.__name__}`: {texts[name]}.\n"
+        yield _table(
+            (
+                f"{name}.{field.name}",
+                field.default,
+                typing.get_type_hints(part)[field.name],
+                described,
+            )
+            for field, described in settings_of(part)
+        )
+
+
+def _table(rows: Iterable[tuple[str, Any, Any, Setting]]) -> str:
+    lines = [_HEAD, "|---|---|---|---|---|---|"]
+    for name, default, hint, described in rows:
+        allowed, text = described.allowed, described.text.rstrip(".")
+        if isinstance(allowed, tuple):
+            values = ", ".join(f"`{word}`" for word in allowed)
+        else:
+            words = allowed.words if isinstance(allowed, Allowed) else ""
+            values = "; ".join(filter(None, (_kind(hint), words, _unit(described.unit))))
+        if described.needs and not text.startswith(described.needs[1][0]):
+            text += f". For `{described.needs[0]}`: {', '.join(described.needs[1])}"
+        cells = (f"`{name}`", _default(default, described.none), values, text)
+        cells += (described.privacy, described.time)
+        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    return "\n".join([*lines, ""])
 
 
 def own_fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
@@ -114,9 +129,9 @@ def _groups(name: str, kind: type) -> Iterator[str]:
         for setting, cost in costs.items():
             cells = (
                 f"`{setting}`",
-                _default(fields[setting].default, cost),
+                _default(fields[setting].default, cost.none),
                 _values(setting, hints[setting], cost),
-                _needed(help_of[setting], setting),
+                help_of[setting],
                 cost.privacy,
                 cost.time,
             )
@@ -124,37 +139,32 @@ def _groups(name: str, kind: type) -> Iterator[str]:
         yield "\n".join([*rows, ""])
 
 
-def _default(value: Any, cost: Cost) -> str:
+def _default(value: Any, none: str) -> str:
     if value is dataclasses.MISSING:
         return "none: must be given"
-    if value is None:
-        return f"None: {cost.none}"
-    return f"`{value}`"
+    return f"None: {none}" if value is None else f"`{value}`"
 
 
 def _values(name: str, hint: Any, cost: Cost) -> str:
     """Type, range or choices, and unit."""
-    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kind = next((m for m in members if m is not type(None)), hint)
-    words = CHOICES.get(name) or (typing.get_args(kind) if _is_literal(kind) else ())
-    if words:
-        return ", ".join(f"`{word}`" for word in words)
-    allowed = RANGES[name].words if name in RANGES else LOWEST.get(name, "")
-    shown = kind.__name__ if kind in (bool, int, float, str) else str(kind)
-    return "; ".join(filter(None, (f"`{shown}`", allowed, cost.unit and f"in {cost.unit}")))
+    members = [m for m in typing.get_args(hint) or (hint,) if m is not type(None)]
+    kind = hint if typing.get_origin(hint) is typing.Literal else members[0]
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(f"`{word}`" for word in typing.get_args(kind))
+    if name == "torch_dtype":
+        return WORDS[name]
+    return "; ".join(filter(None, (_kind(hint), WORDS.get(name, ""), _unit(cost.unit))))
 
 
-def _is_literal(kind: Any) -> bool:
-    return typing.get_origin(kind) is typing.Literal
+def _kind(hint: Any) -> str:
+    """A type as it is written, without the None that it may be."""
+    union = isinstance(hint, types.UnionType)
+    kind = next(m for m in (typing.get_args(hint) if union else (hint,)) if m is not type(None))
+    return f"`{kind.__name__ if kind in (bool, int, float, str) else kind}`"
 
 
-def _needed(text: str, name: str) -> str:
-    """The help, and the setting that it needs where it does not say so itself."""
-    needed = next(((s, v) for names, s, v in NEEDS if name in names.split()), None)
-    if needed is None or text.startswith(needed[1][0]):
-        return text
-    setting, values = needed
-    return f"{text.rstrip('.')}. For `{setting}`: {', '.join(values)}"
+def _unit(unit: str) -> str:
+    return unit and f"in {unit}"
 
 
 def _inherited() -> str:

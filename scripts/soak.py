@@ -59,8 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dpzero, adaptive clip": {"clipping": "adaptive"},
     "dpzero, fixed batches": {
         "sampling": "fixed_batches",
-        "noise_correlation": "optimized",
-        "hold_direction_for": 4,
+        "correlated_noise": {"kind": "optimized", "hold_direction_for": 4},
         "save_strategy": "no",
     },
     "dp-sgd": {"method": "dp-sgd", "clip": 0.5},

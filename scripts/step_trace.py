@@ -56,8 +56,7 @@ def small_trainer(output_dir: str) -> Any:
             direction="rademacher",
             max_steps=WARM_UP + 1,
             learning_rate=1e-2,
-            direction_key=7,
-            sampler_key="ab" * 32,  # the same batches in every run
+            testing={"direction_key": 7, "sampler_key": "ab" * 32},  # the same batches in every run
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,

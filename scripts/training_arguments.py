@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_dpzero.checks.overrides import INSTEAD
 from hf_dpzero.settings.hf_arguments import FIELDS, OTHER, REFUSED, UNUSED, WORKS, Use
-from hf_dpzero.settings.method_names import METHODS
+from hf_dpzero.settings.nested import METHODS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "training_arguments.md"

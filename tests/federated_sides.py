@@ -28,7 +28,12 @@ def side(
         for name in ("participation", "own_rows", "sampling_probability")
         if name in settings
     }
-    values = {"sampler_key": None, "insecure_noise_seed": None, "num_directions": 3, **settings}
+    values = {
+        "testing.sampler_key": None,
+        "testing.insecure_noise_seed": None,
+        "num_directions": 3,
+        **settings,
+    }
     if own.get("own_rows"):  # as `Side.build`
         values["expected_batch_size"] = 1
     trainer = build(

@@ -30,6 +30,7 @@ from transformers import BertConfig, BertForSequenceClassification, TrainerCallb
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.recipes.recipe import merged
 
 GOLDEN = Path(__file__).parent / "golden" / "runs.json"
 STEPS, ROWS, WIDEST, GRID = 3, 24, 12, 2.0**-20
@@ -39,26 +40,33 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ZEROTH = ("dpzero", "dpgd-0th", "mezo")
 CASES: dict[str, dict[str, Any]] = {
     **{
-        f"{method} {strategy} {dtype}": {"method": method, "perturbation_strategy": strategy}
+        f"{method} {strategy} {dtype}": {
+            "method": method,
+            "performance.perturbation_strategy": strategy,
+        }
         for method in ZEROTH
         for strategy in ("whole_model", "layerwise", "stacked")
         for dtype in DTYPES
         if (strategy, dtype) != ("stacked", "bfloat16")  # refused: copies are float32
     },
-    "dp-sgd dense float32": {"method": "dp-sgd", "per_example_gradients": "dense"},
-    "dp-adamw dense float32": {"method": "dp-adamw", "per_example_gradients": "dense"},
+    "dp-sgd dense float32": {"method": "dp-sgd", "performance.per_example_gradients": "dense"},
+    "dp-adamw dense float32": {"method": "dp-adamw", "performance.per_example_gradients": "dense"},
     "dpzero adaptive float32": {
         "method": "dpzero",
         "clipping": "adaptive",
-        "clip_count_noise": 2.0,
+        "clipping_config.count_noise": 2.0,
     },
-    "dpzero averaged float32": {"method": "dpzero", "clipping": "averaged", "clip_groups": 3},
+    "dpzero averaged float32": {
+        "method": "dpzero",
+        "clipping": "averaged",
+        "clipping_config.groups": 3,
+    },
     "dpzero laplace float32": {"method": "dpzero", "noise_distribution": "laplace"},
     "dp-sgd adaptive float32": {
         "method": "dp-sgd",
         "clipping": "adaptive",
-        "clip_count_noise": 2.0,
-        "per_example_gradients": "dense",
+        "clipping_config.count_noise": 2.0,
+        "performance.per_example_gradients": "dense",
     },
 }
 """Name -> settings; the last word of a name is the dtype of the weights. Ghost clipping holds
@@ -158,15 +166,18 @@ def outcome(case: str, folder: str, exact: bool = True, **changes: Any) -> dict[
     dtype = DTYPES[case.split()[-1]]
     gradients = Gradients()
     private = {} if settings["method"] == "mezo" else {"noise_multiplier": 0.5}
-    zeroth = {} if first else {"num_directions": 2, "direction_key": 7, "smoothing": 2.0**-6}
+    secret = {"testing.insecure_noise_seed": 3, "testing.sampler_key": KEY}
+    zeroth = (
+        {} if first else {"num_directions": 2, "testing.direction_key": 7, "smoothing": 2.0**-6}
+    )
     trainer = DPZeroTrainer(
         model=tiny_bert(dtype, exact, frozen_embeddings=first),
         args=DPZeroConfig(
             output_dir=folder, target_delta=1e-3, expected_batch_size=BATCH, max_steps=STEPS,
             microbatch_size=4, learning_rate=RATE, weight_decay=0.01,
-            insecure_noise_seed=3, sampler_key=KEY, report_to="none", save_strategy="no",
+            report_to="none", save_strategy="no",
             disable_tqdm=True, use_cpu=True,
-            **{"clip": CLIP, **private, **zeroth, **settings},
+            **merged({}, {"clip": CLIP, **secret, **private, **zeroth, **settings}),
         ),
         train_dataset=rows(),
         data_collator=padded,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from hf_dpzero.cli import main
 from hf_dpzero.recipes.recipe import load_recipe, parse_overrides, recipe_parser
+from hf_dpzero.settings.fields import OwnFields
 from scripts.setting_costs import COSTS
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "how_to"
@@ -235,6 +237,7 @@ def test_what_mezos_flags_become_exists():
     known = {f.dest for f in recipe_parser()._actions}
     assert len(named) > 12 and named <= known
     ours = {name for groups in COSTS.values() for costs in groups.values() for name in costs}
+    ours |= {field.name for field in dataclasses.fields(OwnFields)}
     assert len(named & ours) > 10
 
 

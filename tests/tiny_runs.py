@@ -7,6 +7,7 @@ from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification, default_data_collator
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
+from hf_dpzero.recipes.recipe import merged
 
 KEY = "ab" * 32
 
@@ -47,16 +48,16 @@ def config(tmp_path, **settings) -> DPZeroConfig:
         "microbatch_size": 8,
         "max_steps": 6,
         "learning_rate": 1e-2,
-        "direction_key": 7,
-        "sampler_key": KEY,
-        "insecure_noise_seed": 3,
+        "testing.direction_key": 7,
+        "testing.sampler_key": KEY,
+        "testing.insecure_noise_seed": 3,
         "report_to": "none",
         "save_strategy": "no",
         "logging_steps": 2,
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    return DPZeroConfig(**{**defaults, **settings})
+    return DPZeroConfig(**merged(merged({}, defaults), settings))
 
 
 def build(tmp_path, model=None, *, data=None, trainer_settings=None, **settings) -> DPZeroTrainer:

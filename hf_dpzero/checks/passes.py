@@ -238,7 +238,9 @@ def _tried_sizes(
     invented = InventedRows(invented_form(run, shapes), model, shapes.padding_side)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     dense = (
-        args.per_example_gradients == "dense" or args.mixed_precision != "no" or rounds_products()
+        args.performance.per_example_gradients == "dense"
+        or args.mixed_precision != "no"
+        or rounds_products()
     )
     sizes, tokens = shapes.placement.sizes, None
     try:
@@ -300,7 +302,7 @@ def _gradient_sizes(run: Run, smoke: SmokeTest, sizes: Sequence[int]) -> tuple[i
     gradients = per_example_gradients(
         run.model,
         run.evaluate,
-        args.per_example_gradients,
+        args.performance.per_example_gradients,
         args.physical_batch_size,
         autocast=args.mixed_precision != "no",
     )

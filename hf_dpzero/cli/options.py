@@ -95,14 +95,13 @@ class Plan(Options):
     )
     accountant: str | None = _option("pld (default), rdp or advanced_composition")
     noise_distribution: str | None = _option("gaussian (default) or laplace")
-    noise_schedule: str | None = _option(
-        "noise of each step, such as exp(gamma=0.99); see the guide"
+    schedules: str | None = _option(
+        'noise of each step, as JSON: {"noise": "exp(gamma=0.99)"}; see the guide'
     )
-    noise_correlation: str | None = _option(
-        "toeplitz, banded, optimized or tree, within steps of one direction (--hold_direction_for)"
+    correlated_noise: str | None = _option(
+        "JSON: kind (toeplitz, banded, optimized or tree, within steps of one direction), bands "
+        "(draws behind each noise of banded; 32), hold_direction_for (steps of one direction; 1)"
     )
-    noise_bands: int | None = _option("draws behind each noise of banded (default 32)")
-    hold_direction_for: int | None = _option("steps that share their directions (default 1)")
     json: bool = _option("print JSON instead of a table", False)
 
 

@@ -91,9 +91,11 @@ def choose_strategy(
         if not public:
             raise ValueError(
                 "the frozen first layers do not give the same losses when they are reused: set "
-                "reuse_frozen_prefix=False, or pass a public eval_dataset that can tell."
+                "performance.reuse_frozen_prefix=False, or pass a public eval_dataset that can tell."
             )
-        messages.append("reuse_frozen_prefix is off: it would not be exact for this model.")
+        messages.append(
+            "performance.reuse_frozen_prefix is off: it would not be exact for this model."
+        )
         differences.prefix = None
     return messages
 

@@ -268,7 +268,7 @@ class FrozenPrefix:
         if self._forwards > 1:
             raise StalePrefix(
                 "the objective runs the model more than once for a microbatch, so its passes cannot "
-                "share a prefix; set reuse_frozen_prefix=False."
+                "share a prefix; set performance.reuse_frozen_prefix=False."
             )
         self._tainted, self._cursor = _owns_trainable(module), 0
 
@@ -297,7 +297,7 @@ class FrozenPrefix:
         if known is None or known.module is not module or _changed(known.versions):
             raise StalePrefix(
                 f"{type(module).__name__}: its output is changed in place, or modules run in "
-                "another order each time; set reuse_frozen_prefix=False for this model."
+                "another order each time; set performance.reuse_frozen_prefix=False for this model."
             )
         remembered: R = known.output
         return remembered

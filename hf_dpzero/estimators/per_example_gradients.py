@@ -70,7 +70,9 @@ def per_example_gradients(
         few = 4 * sum(p.numel() for p in trained) * microbatch_size < DENSE_BYTES
         how = "dense" if few or autocast or _coarse(model) else "ghost"
     if how not in kinds:
-        raise ValueError(f"per_example_gradients={how!r} is not one of auto, dense, ghost.")
+        raise ValueError(
+            f"performance.per_example_gradients={how!r} is not one of auto, dense, ghost."
+        )
     if how == "ghost" and autocast:
         _refuse_coarse("the run computes in half precision (autocast)")
     return kinds[how](model, objective)
@@ -304,7 +306,7 @@ def _coarse(model: nn.Module) -> str | None:
 def _refuse_coarse(what: str) -> None:
     raise ValueError(
         f"{what}, and ghost clipping rounds sums over examples in that precision, which is coarser "
-        "than the clip's margin: use per_example_gradients: dense, or float32 throughout."
+        "than the clip's margin: use performance.per_example_gradients: dense, or float32 throughout."
     )
 
 

@@ -37,7 +37,8 @@ METHODS_FOLDER = "methods"
 
 SET_BY_THE_GRID = {
     "method": "--methods", "target_epsilon": "--epsilons", "noise_multiplier": "--epsilons",
-    "seed": "--seeds", "subset_seed": "--seeds", "init_seed": "--seeds", "direction_key": "--seeds",
+    "seed": "--seeds", "subset_seed": "--seeds", "init_seed": "--seeds",
+    "testing.direction_key": "--seeds",
     "output_dir": "--output_dir of the comparison", "resume_from_checkpoint": "the comparison itself",
 }  # fmt: skip
 _ADAPTER_METHODS = ("dp-lora", "lora", "dp-bitfit", "bitfit", "dp-prefix", "prefix")
@@ -71,7 +72,7 @@ class Method:
             "disable_tqdm": True,  # the log of a run is a file
         }
         if not self.recipe.training.first_order:  # gradients have no directions
-            settings["direction_key"] = seed
+            settings["testing.direction_key"] = seed
         return Run(
             name=f"{self.name}-eps{epsilon:.12g}-seed{seed}",
             method=self.name,
@@ -173,7 +174,7 @@ def _find_method(
        is left out, and so is this step where `recipe` is a recipe for METHOD whose name names none.
     4. `recipe` with `method: METHOD`.
     """
-    from hf_dpzero.settings.config import METHODS
+    from hf_dpzero.settings.nested import METHODS
 
     fixed, name = dict(settings), method
     beside = recipe.parent / _sibling_name(recipe, method, base.training.method)
@@ -220,7 +221,7 @@ def _sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
     >>> _sibling_name(Path("quickstart.yaml"), "mezo")
     'quickstart-mezo.yaml'
     """
-    from hf_dpzero.settings.config import METHODS
+    from hf_dpzero.settings.nested import METHODS
 
     known = sorted({*METHODS, *_ADAPTER_METHODS, own_method}, key=len, reverse=True)
     named = re.search(rf"-(?:{'|'.join(map(re.escape, known))})(?:-|$)", recipe.stem)

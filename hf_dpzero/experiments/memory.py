@@ -364,7 +364,7 @@ def zeroth_order_bytes(
 
     Args:
       model: on the meta device.
-      args: `perturbation_strategy`, `num_directions`.
+      args: `performance`, `num_directions`.
       tokens: in all rows of a pass; a layer-by-layer embedding copies no more of its rows.
       found: of a pass.
       head_alone: every trained parameter comes after the body's layers.
@@ -373,7 +373,7 @@ def zeroth_order_bytes(
     half = sum(p.nbytes for p in trained if p.dtype != torch.float32)
     directions = resolve(args, model).num_directions
     copies = 2 * directions * sum(p.nbytes for p in trained)
-    strategy = args.perturbation_strategy
+    strategy = args.performance.perturbation_strategy
     if strategy == "auto":
         # In training intermediate results decide (`estimators.stacked`): behind the body they are small.
         many = directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
@@ -402,7 +402,7 @@ def first_order_bytes(
 
     Args:
       model: on the meta device.
-      args: `method`, `clipping`, `per_example_gradients`, `not_private`, `bf16`.
+      args: `method`, `clipping`, `performance`, `not_private`, `bf16`.
       examples: of a pass.
       found: of it.
 
@@ -412,7 +412,7 @@ def first_order_bytes(
     trained = [p for p in model.parameters() if p.requires_grad]
     count, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
     half = any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters())
-    how = args.per_example_gradients
+    how = args.performance.per_example_gradients
     if args.not_private or args.clipping == "averaged":
         how = "plain"
     elif how == "auto":  # as `per_example_gradients` chooses

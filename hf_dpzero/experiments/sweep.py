@@ -41,8 +41,8 @@ SELECTIONS = ("random", "all")
 SECRET_FOLDER = "_private"  # Trainer's own Hub upload ignores names that start with "_"
 
 _NEVER = (
-    "output_dir", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_token", "sampler_key",
-    "insecure_noise_seed", "log_private_diagnostics", "base_is_public", "extends_run",
+    "output_dir", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_token", "testing",
+    "base_is_public", "extends_run",
 )  # fmt: skip
 _BUDGET = ("target_epsilon", "target_delta", "noise_multiplier", "accountant")
 _EVENT = (
@@ -187,7 +187,7 @@ def _check(settings: SweepSettings) -> None:
     composed = settings.tuning == "composed"
     data = {field.name for field in dataclasses.fields(DataArguments)} - {"max_seq_length"}
     for name in settings.grid:
-        if name in _NEVER:
+        if name.partition(".")[0] in _NEVER:
             reason = (
                 "it belongs to a run's folder, secrets or publication, and is no hyper-parameter."
             )
@@ -209,9 +209,9 @@ def _check(settings: SweepSettings) -> None:
     if composed:
         training = settings.load(settings.points[0]).training
         for name in ("sampler_key", "insecure_noise_seed", "log_private_diagnostics"):
-            if getattr(training, name) not in (None, False):
+            if (value := getattr(training.testing, name)) not in (None, False):
                 raise ValueError(
-                    f"{name}={getattr(training, name)} makes every trial NOT PRIVATE, so a composed "
+                    f"testing.{name}={value} makes every trial NOT PRIVATE, so a composed "
                     "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
                 )
     elif settings.tuning == "public":

@@ -25,6 +25,7 @@ import copy
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -74,23 +75,26 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
         "clients would clip differently, and their mean would be of different things; use clipping: "
         "fixed, and give clip and num_directions too, whose defaults are others there",
     ),
-    "noise_schedule": ((None,), _MISSED_ROUND),
-    "clip_schedule": ((None,), _MISSED_ROUND),
-    "smoothing_schedule": ((None,), _MISSED_ROUND),
+    "schedules.noise": ((None,), _MISSED_ROUND),
+    "schedules.clip": ((None,), _MISSED_ROUND),
+    "schedules.smoothing": ((None,), _MISSED_ROUND),
     "sampling": (
         _DRAWN_AFRESH,
         "clients draw each round afresh and may miss rounds, and its account needs one order for the "
         f"whole run; use one of {', '.join(_DRAWN_AFRESH)}",
     ),
-    "noise_correlation": (
-        ("none", "independent", None),
+    "correlated_noise.kind": (
+        ("none",),
         "a client that misses a round would break the sequence that its noise is accounted for; leave "
         "it out",
     ),
-    "group_column": ((None,), "clients do not know each other's groups; leave it out"),
+    "group_robust.column": ((None,), "clients do not know each other's groups; leave it out"),
     "extends_run": ((None,), "clients keep ledgers of their own and extend no run; leave it out"),
-    "sampler_key": ((None,), "each client draws its own, which nobody may know; leave it out"),
-    "log_private_diagnostics": (
+    "testing.sampler_key": (
+        (None,),
+        "each client draws its own, which nobody may know; leave it out",
+    ),
+    "testing.log_private_diagnostics": (
         (False,),
         "un-noised statistics stay on the client; leave it out",
     ),
@@ -191,7 +195,7 @@ def check_settings(config: DPZeroConfig) -> None:
       PlanError: names the setting and what to do instead.
     """
     for name, (allowed, why) in _ALLOWED.items():
-        if (value := getattr(config, name)) not in allowed:
+        if (value := operator.attrgetter(name)(config)) not in allowed:
             raise PlanError(f"{name}={value!r}: {why}.")
     if not 1 <= config.max_steps <= MAX_RELEASES:
         raise PlanError(

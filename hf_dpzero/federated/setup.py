@@ -272,7 +272,7 @@ class Side:
             check_same_rows(folder, self.replica.run.dataset, rows.tolist())
         if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):
             raise ContractError("this process follows another server's run: start the client anew.")
-        seed = self.recipe.training.insecure_noise_seed
+        seed = self.recipe.training.testing.insecure_noise_seed
         noise: NoiseSource = SecureNoise()
         if seed is not None:  # another stream for each client
             noise = InsecureSeededNoise(seed + 1000 * (client + 1))

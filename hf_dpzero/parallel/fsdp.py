@@ -120,10 +120,11 @@ def _check_settings(args: DPZeroConfig) -> None:
             f"method={args.method!r} under FSDP: gradients of single examples are not taken of parts of "
             f"parameters; use method='dpzero', or {_INSTEAD}."
         )
+    strategy = args.performance.perturbation_strategy
     refused = {
         "torch_compile": (args.torch_compile, True, "leave it off"),
-        "perturbation_strategy": (args.perturbation_strategy, "layerwise", "use 'whole_model'"),
-        "perturbation_strategy ": (args.perturbation_strategy, "stacked", "use 'whole_model'"),
+        "performance.perturbation_strategy": (strategy, "layerwise", "use 'whole_model'"),
+        "performance.perturbation_strategy ": (strategy, "stacked", "use 'whole_model'"),
     }
     for name, (value, bad, advice) in refused.items():
         if value == bad:

@@ -181,7 +181,7 @@ def split_placement(
       sharded: whether parameters lie in parts.
 
     Raises:
-      ValueError: `direction_parallel_size` does not fit the processes, K or the method.
+      ValueError: `performance.direction_parallel_size` does not fit the processes, K or the method.
     """
 
     def best(shares: int) -> Placement:
@@ -206,28 +206,32 @@ def choose_split(
     """
     world, asked, averaged = (
         args.world_size,
-        args.direction_parallel_size,
+        args.performance.direction_parallel_size,
         args.clipping == "averaged",
     )
     if asked in (None, 1) and (args.first_order or not active()):
         return Split(args.process_index, world)
     if args.first_order:
         raise ValueError(
-            f"direction_parallel_size={asked} with {args.method}, which has no directions: leave it out."
+            f"performance.direction_parallel_size={asked} with {args.method}, which has "
+            "no directions: leave it out."
         )
     if asked is not None and (world % asked or asked > args.num_directions):
         raise ValueError(
-            f"direction_parallel_size={asked} with {world} processes and {args.num_directions} "
+            f"performance.direction_parallel_size={asked} with {world} processes and "
+            f"{args.num_directions} "
             "directions: give a divisor of the number of processes, at most num_directions."
         )
     if sharded and asked not in (None, 1):
         raise ValueError(
-            f"direction_parallel_size={asked} under FSDP: a forward pass gathers the parts of all "
+            f"performance.direction_parallel_size={asked} under FSDP: a forward pass "
+            "gathers the parts of all "
             "processes, which stand at one direction: leave it out."
         )
     if averaged and asked not in (None, 1):
         raise ValueError(
-            f"direction_parallel_size={asked} with clipping='averaged', whose groups go to processes "
+            f"performance.direction_parallel_size={asked} with clipping='averaged', whose "
+            "groups go to processes "
             "whole: leave it out."
         )
     may = not averaged and not sharded and not _may_stack(args, model)
@@ -239,7 +243,7 @@ def _may_stack(args: DPZeroConfig, model: nn.Module) -> bool:
     """Whether many directions may go through one pass, whose bits follow from how many they are."""
     trained = [p for p in model.parameters() if p.requires_grad]
     small = sum(p.nbytes for p in trained) * 2 * args.num_directions <= STACK_BYTES
-    chosen = args.perturbation_strategy
+    chosen = args.performance.perturbation_strategy
     return chosen == "stacked" or (chosen == "auto" and small)
 
 

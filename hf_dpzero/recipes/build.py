@@ -86,11 +86,12 @@ def with_kept_column(
     """
     if column is None:
         return rows
-    from hf_dpzero.settings.group_settings import column_values
+    from hf_dpzero.settings.row_groups import column_values
 
     if column not in task.splits["train"].column_names:
         raise ValueError(
-            f"group_column={column!r} is no column of the training rows that task {task.name!r} keeps: "
+            f"group_robust.column={column!r} is no column of the training rows that task "
+            f"{task.name!r} keeps: "
             "name one of theirs (of the label, its own name), or, of a task that is no classification, "
             "pass a train_dataset with it to DPZeroTrainer."
         )

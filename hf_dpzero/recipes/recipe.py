@@ -64,8 +64,10 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Writes the settings as a recipe that loads to the same values; secrets are left out."""
-        secret = {key for key in self.values if key.endswith("_token")} | {"sampler_key"}
-        public = {key: value for key, value in self.values.items() if key not in secret}
+        public = {key: v for key, v in self.values.items() if not key.endswith("_token")}
+        testing = dict(public.pop("testing", {}))
+        testing.pop("sampler_key", None)
+        public |= {"testing": testing} if testing else {}
         return yaml.safe_dump(public, sort_keys=False, allow_unicode=True)
 
 
@@ -107,17 +109,32 @@ def build_recipe(
       ValueError: see `load_recipe`.
     """
     values: dict[str, Any] = {}
-    for (
-        file,
-        written,
-    ) in chain:  # converted file by file, so that an error names the one it stands in
-        values.update(coerce_fields(_with_task_beside(written, file), str(file)))
-    values.update(coerce_fields(overrides, COMMAND_LINE))
+    # Converted file by file, so that an error names the one it stands in.
+    for file, written in chain:
+        values = merged(values, coerce_fields(_with_task_beside(written, file), str(file)))
+    values = merged(values, coerce_fields(overrides, COMMAND_LINE))
     model, data, training = recipe_parser().build(values, source)
     # The groups are the trainer's setting, and their column is the task's to keep.
-    if training.group_column is not None:
-        data = dataclasses.replace(data, keep_column=training.group_column)
+    if training.group_robust.column is not None:
+        data = dataclasses.replace(data, keep_column=training.group_robust.column)
     return Recipe(model=model, data=data, training=training, values=values)
+
+
+def merged(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Lets later settings replace earlier ones; of nested settings, key by key.
+
+    >>> merged({"testing": {"direction_key": 7}}, {"testing.sampler_key": None, "clip": 1.0})
+    {'testing': {'direction_key': 7, 'sampler_key': None}, 'clip': 1.0}
+    """
+    result = dict(values)
+    for key, value in later.items():
+        group, dot, inner = key.partition(".")
+        if dot:
+            value = {inner: value}
+        if isinstance(value, Mapping) and isinstance(result.get(group), Mapping):
+            value = {**result[group], **value}
+        result[group] = value
+    return result
 
 
 def _with_task_beside(written: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
@@ -301,6 +318,11 @@ class RecipeParser(HfArgumentParser):
         for action in self._actions:  # one setting at a time is parsed, and defaults are not ours
             action.required, action.default = False, argparse.SUPPRESS
         self.actions = {a.dest: a for a in self._actions if a.option_strings[0] == f"--{a.dest}"}
+        from hf_dpzero.settings.nested import NESTED
+
+        self.nested = {n: RecipeParser((kind,)) for n, kind in NESTED.items() if n in self.hints}
+        for name, part in self.nested.items():
+            self.hints |= {f"{name}.{inner}": hint for inner, hint in part.hints.items()}
 
     def error(self, message: str) -> NoReturn:
         """Raises argparse's message as a ValueError, with the nearest known choice."""
@@ -327,9 +349,14 @@ class RecipeParser(HfArgumentParser):
         Raises:
           ValueError: `key` is no field (the nearest one is named), or `value` does not fit it.
         """
+        group, dot, inner = key.partition(".")
+        if group in self.nested:
+            return self._convert_nested(group, {inner: value} if dot else value, source, bool(dot))
         if key not in self.actions:
-            near = nearest(key, self.actions)
-            fields = "ModelArguments, DataArguments and DPZeroConfig have no field like it."
+            nested = {i: f"{name}.{i}" for name, part in self.nested.items() for i in part.actions}
+            near = nearest(key, self.actions) or nested.get(nearest(key, nested) or "")
+            names = ", ".join(kind.__name__ for kind in self.dataclass_types)
+            fields = f"no field of {names} is like it."
             hint = f"did you mean {near!r}?" if near else fields
             raise ValueError(f"{source}: unknown key {key!r}; {hint}")
         try:
@@ -338,6 +365,21 @@ class RecipeParser(HfArgumentParser):
             message = str(error).rstrip(".")
             end = "" if message.endswith("?") else "."
             raise ValueError(f"{source}: {key}: {message}{end}") from error
+
+    def _convert_nested(self, group: str, given: Any, source: str, one: bool) -> Any:
+        """A mapping of a nested setting, or its JSON, converted key by key; the value alone of `one`."""
+        if isinstance(given, str) and given.strip().lower() in _NULLS:
+            given = None
+        if isinstance(given, str) and given.lstrip().startswith("{"):
+            given = parse_yaml(given)
+        if not isinstance(given or {}, Mapping):
+            raise ValueError(
+                f"{source}: {group}: {given!r} is no mapping; write {{name: value}}, or "
+                f"{group}.NAME for one of {', '.join(self.nested[group].actions)}."
+            )
+        part, where = self.nested[group], f"{source}: {group}"
+        values = {str(key): part.convert(str(key), v, where) for key, v in (given or {}).items()}
+        return next(iter(values.values())) if one else values
 
     def _convert(self, key: str, value: Any) -> Any:
         action, members = self.actions[key], _members(self.hints[key])

@@ -409,31 +409,39 @@ _MACHINE_SETTINGS = (
 _PATH_SETTINGS = (
     *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
     *("deepspeed", "fsdp_config", "accelerator_config"),
-    *("noise_schedule", "clip_schedule", "smoothing_schedule"),
+    *("noise", "clip", "smoothing"),  # of schedules
 )
 _TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
+_NESTED = {
+    *("clipping_config", "schedules", "correlated_noise", "group_robust", "performance", "testing"),
+}
 OWN_SETTINGS = frozenset(
     """
-    accountant allow_fewer_per_class architecture base_is_public class_names clip clip_count_noise
-    clip_groups clip_learning_rate clip_quantile clip_schedule clip_stability clipping
-    dataset_config_name dataset_name defer_updates device_map direction direction_key
-    direction_parallel_size expected_batch_size extends extends_run group_budget
-    group_column group_draws group_loss_bound group_rate
-    group_shares group_weights head_init hold_direction_for init_seed insecure_noise_seed
-    keep_column label_column label_texts label_words load_in_4bit load_in_8bit
-    log_private_diagnostics logit_scale lora_alpha lora_r lora_target_modules max_batch_size
-    max_eval_samples max_length max_memory max_new_tokens max_seq_length max_train_samples method
-    microbatch_size model_name_or_path model_revision momentum neighboring_relation noise_bands
-    noise_correlation noise_distribution noise_multiplier noise_schedule normalize
+    accountant allow_fewer_per_class architecture base_is_public class_names clip clipping
+    clipping_config correlated_noise dataset_config_name dataset_name device_map direction
+    expected_batch_size extends extends_run group_robust head_init init_seed keep_column
+    label_column label_texts label_words load_in_4bit load_in_8bit logit_scale lora_alpha lora_r
+    lora_target_modules max_batch_size max_eval_samples max_length max_memory max_new_tokens
+    max_seq_length max_train_samples method microbatch_size model_name_or_path model_revision
+    momentum neighboring_relation noise_distribution noise_multiplier normalize
     num_demonstrations num_directions num_examples_per_class num_virtual_tokens objective
-    offload_folder on_no_signal pair_features peft_method per_example_gradients perturbation_strategy
-    pooling precompute_features prompt reuse_frozen_prefix rows_are sampler_key sampling smoothing
-    smoothing_schedule subset_seed target_delta target_epsilon
-    task template text_column text_pair_column torch_dtype train_file trainable tuning update_rule
-    update_window validation_file
+    offload_folder on_no_signal pair_features peft_method performance pooling
+    precompute_features prompt rows_are sampling schedules smoothing subset_seed target_delta
+    target_epsilon task template testing text_column text_pair_column torch_dtype train_file
+    trainable tuning update_rule update_window validation_file
     """.split()  # noqa: SIM905
 )
 """What a recipe may set beside transformers' TrainingArguments; a test keeps it complete."""
+
+NESTED_SETTINGS = frozenset(
+    """
+    bands budget clip column count_noise defer_updates direction_key direction_parallel_size
+    draws groups hold_direction_for insecure_noise_seed kind learning_rate
+    log_private_diagnostics loss_bound noise per_example_gradients perturbation_strategy
+    quantile rate reuse_frozen_prefix sampler_key shares smoothing stability weights
+    """.split()  # noqa: SIM905
+)
+"""Keys of the settings that are mappings; the same test."""
 
 
 def public_results(results: Mapping[str, Any]) -> dict[str, float]:
@@ -470,6 +478,12 @@ def public_recipe(text: str) -> str:
         for name, value in recipe_settings(text).items()
         if name in known and name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
     }
+    for name in _NESTED & public.keys():
+        public[name] = {
+            inner: _portable(inner, value)
+            for inner, value in (public[name] or {}).items()
+            if inner in NESTED_SETTINGS and not _SECRET_SETTING.fullmatch(inner)
+        }
     return yaml.safe_dump(public, sort_keys=False, allow_unicode=True) if public else ""
 
 

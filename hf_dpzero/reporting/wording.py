@@ -120,9 +120,11 @@ def why_not_private(
     if is_seeded(noise_source):
         return "the noise came from a seeded generator, so anyone with the seed can subtract it"
     if not batches_secret:
-        return "sampler_key was set by hand, so the batches can be known and are not amplified"
+        return (
+            "testing.sampler_key was set by hand, so the batches can be known and are not amplified"
+        )
     if log_private_diagnostics:
-        return "un-noised statistics of the training data were logged (log_private_diagnostics)"
+        return "un-noised statistics of the training data were logged (testing.log_private_diagnostics)"
     return None
 
 
@@ -336,7 +338,8 @@ _CHAIN_CAVEAT = (
 )
 
 _GROUPS_CAVEAT = (
-    "The names of the groups and their shares were given as public (group_shares), from outside of the "
+    "The names of the groups and their shares were given as public "
+    "(group_robust.shares), from outside of the "
     "training rows, which nothing here can check; counted on these rows, they would be published "
     "without "
     "noise. Which group a row belongs to is private, as the rest of it."

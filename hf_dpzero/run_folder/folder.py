@@ -203,10 +203,10 @@ def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
     if groups is not None and hidden and 0 < ledger.next_step < plan.steps:
         raise LedgerError(
             f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
-            f"cannot go on: group_weights={groups.name!r} needs un-noised sums of its losses, which "
-            "were in its memory alone and must not be written down. Keep its last checkpoint as it is, "
+            f"cannot go on: group_robust.weights={groups.name!r} needs un-noised sums of its losses, "
+            "which were in its memory alone and must not be written down. Keep its last checkpoint as it is, "
             "or train in another output_dir (extends_run adds up the budgets of two runs that ended); "
-            "group_weights='per_step' can be resumed."
+            "group_robust.weights='per_step' can be resumed."
         )
 
 
@@ -234,15 +234,15 @@ def ledger_header(run: Run) -> dict[str, Any]:
         "tuning": run.args.tuning,
         "noise_source": run.noise.name,
         "privacy_unit": run.args.privacy_unit,
-        "sampler_key_is_secret": run.args.sampler_key is None,
-        "log_private_diagnostics": run.args.log_private_diagnostics,
+        "sampler_key_is_secret": run.args.testing.sampler_key is None,
+        "log_private_diagnostics": run.args.testing.log_private_diagnostics,
         "versions": versions(),
     }
     if run.args.extends_run is not None:
         header["extends"] = header_entries(run.args.extends_run)
         header["tuning"] = worst_tuning(run.args.tuning, header["extends"])
-    if run.args.direction_key is not None:
-        header["direction_key"] = f"{run.args.direction_key:032x}"
+    if run.args.testing.direction_key is not None:
+        header["direction_key"] = f"{run.args.testing.direction_key:032x}"
     return header
 
 
@@ -251,8 +251,8 @@ def report_of(run: Run) -> PrivacyReport:
     told: dict[str, Any] = {
         "target_epsilon": run.args.target_epsilon,
         "direction": run.args.direction_settings()["direction"],
-        "log_private_diagnostics": run.args.log_private_diagnostics,
-        "sampler_key_is_secret": run.args.sampler_key is None,
+        "log_private_diagnostics": run.args.testing.log_private_diagnostics,
+        "sampler_key_is_secret": run.args.testing.sampler_key is None,
         "privacy_unit": run.args.privacy_unit,
         "tuning": worst_tuning(run.args.tuning, run.extended),
         "earlier_runs": run.earlier_runs,

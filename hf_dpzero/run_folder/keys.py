@@ -128,7 +128,7 @@ def open_keys(run: Run) -> RunKeys:
       LedgerError: steps were released and their keys are not there, or are another run's; or the rows
         are not those that these steps had, in the same order, or there is no telling.
     """
-    given = run.args.sampler_key
+    given = run.args.testing.sampler_key
     if not isinstance(run.plan.sampler, FixedBatchesSampler):
         return RunKeys(draw_sampler_key(given))
     file = Path(str(run.args.output_dir)) / FOLDER / FILE
@@ -198,7 +198,7 @@ def noise_of_steps(plan: PrivacyPlan, source: NoiseSource, keys: RunKeys) -> Noi
     if not isinstance(source, SecureNoise | InsecureSeededNoise):
         raise ValueError(
             f"noise is a {type(source).__name__}, and correlated noise draws from secret keys that it "
-            "can draw from again: leave `noise` out, or noise_correlation."
+            "can draw from again: leave `noise` out, or correlated_noise."
         )
     base = source if isinstance(source, InsecureSeededNoise) else KeyedNoise(keys.noise)
     factorization = plan.correlation.factorization(plan.steps)

@@ -19,13 +19,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_dpzero.perturbation.trainable import is_trained
 from hf_dpzero.privacy.correlated_noise.plans import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
 
 NOISE_SHARE = 0.3
 """Change of an example's loss that the noise of the whole run may make along one direction."""
@@ -46,13 +49,13 @@ FAR = 10.0
 """A given rate that is off by more than this factor is spoken of."""
 
 
-def fill_in(config: Any) -> None:
+def fill_in(config: DPZeroConfig) -> None:
     """Puts values where a config has None, but for what `resolve` and `learning_rate` choose for a run.
 
     Args:
       config: a `DPZeroConfig`; what stays None is its `chosen`.
     """
-    chosen = set()
+    chosen: set[str] = set()
     if config.method == "dpzero" and config.noise_distribution == "gaussian":
         if (
             config.learning_rate is None
@@ -69,7 +72,7 @@ def fill_in(config: Any) -> None:
             setattr(config, name, value)
 
 
-def resolve(config: Any, model: nn.Module) -> Any:
+def resolve(config: DPZeroConfig, model: nn.Module) -> DPZeroConfig:
     """A copy of a config with K for a model: `MANY` where few parameters follow the first trainable one.
 
     Args:
@@ -129,7 +132,7 @@ def rate_of_noise(noise: float, clip: float, schedule: Any) -> float:
     return NOISE_SHARE * decay / (clip * noise)
 
 
-def rate_hint(config: Any, plan: PrivacyPlan) -> str:
+def rate_hint(config: DPZeroConfig, plan: PrivacyPlan) -> str:
     """What to say of a given rate beside a chosen clip and K, as a copied first-order script has it.
 
     Returns:

@@ -7,16 +7,39 @@ it was changed. `docs/training_arguments.md` is written from these tables.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import operator
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import Seq2SeqTrainingArguments
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import SchedulerType
 
-from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.settings.defaults import CLASSIC
-from hf_dpzero.settings.method_names import ADAMW, FIRST_ORDER, METHODS, PRIVATE, SGD, ZEROTH_ORDER
+from hf_dpzero.settings.nested import (
+    ADAMW,
+    FIRST_ORDER,
+    METHODS,
+    NESTED,
+    PRIVATE,
+    SGD,
+    ZEROTH_ORDER,
+)
+from hf_dpzero.settings.setting import (
+    BELOW_ONE,
+    BITS_32,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Allowed,
+    settings_of,
+)
+
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
 
 WORKS, OTHER, UNUSED, REFUSED = "works", "another meaning", "no effect", "refused"
 
@@ -139,7 +162,7 @@ FIELDS: dict[str, tuple[Use, ...]] = {
     "liger_kernel_config": (Use(UNUSED, "use_liger_kernel is refused"),),
     "torch_empty_cache_steps": (Use(UNUSED, "steps do not empty the cache"),),
     "logging_nan_inf_filter": (Use(OTHER, "in evaluation only: the training loss is not logged"),),
-    "data_seed": (Use(UNUSED, "batches are drawn with a secret key; tests set sampler_key"),),
+    "data_seed": (Use(UNUSED, "batches are drawn with a secret key; tests set testing.sampler_key"),),
     "label_names": (
         Use(OTHER, "for evaluation, and columns to keep; what is trained on is the head's objective"),
     ),
@@ -275,31 +298,6 @@ _DEFAULTS = {
     for f in dataclasses.fields(Seq2SeqTrainingArguments)
 } | {"hub_strategy": "end", "hub_private_repo": True, "max_grad_norm": 0.0}
 
-NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
-        "smoothing smoothing_schedule direction num_directions perturbation_strategy "
-        "hold_direction_for direction_parallel_size",
-        "method", ZEROTH_ORDER,
-    ),
-    (
-        "target_epsilon target_delta noise_multiplier noise_schedule clip_schedule "
-        "noise_correlation",
-        "method", PRIVATE,
-    ),
-    ("per_example_gradients", "method", ("dp-sgd", "dp-adamw")),
-    ("clip_quantile clip_learning_rate clip_count_noise", "clipping", ("adaptive",)),
-    ("clip_stability", "clipping", ("automatic",)),
-    ("clip_groups", "clipping", ("averaged",)),
-    ("noise_bands", "noise_correlation", ("banded",)),
-    ("momentum update_window", "update_rule", ("momentum",)),
-    ("group_budget group_loss_bound group_rate", "group_weights",
-        ("per_step", "prefix_sum", "vertex")),
-    ("group_draws", "group_weights", ("vertex",)),
-    ("expected_batch_size", "sampling", tuple(name for name in SAMPLERS if name != "full_batch")),
-)  # fmt: skip
-"""Fields of `DPZeroConfig`, the setting that they need, and its values where they have an effect."""
-
-
 _STRATEGIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("eval_steps", "eval_strategy", ("steps",)),
     ("eval_delay metric_for_best_model greater_is_better", "eval_strategy", ("steps", "epoch")),
@@ -307,10 +305,83 @@ _STRATEGIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("save_total_limit", "save_strategy", ("steps", "epoch", "best")),
     ("logging_steps", "logging_strategy", ("steps",)),
 )  # fmt: skip
-"""The same of Hugging Face's fields."""
+"""Fields, the setting that they need, and its values where they have an effect."""
 
 
-def use_of(name: str, config: Any) -> Use:
+_INTERVAL = Allowed(
+    "an integer of at least 1, or a share of the steps below 1 (to switch it off, the strategy is 'no')",
+    lambda x: 0 < x < 1 or COUNT.holds(x),
+)
+RANGES: Mapping[str, Allowed] = {
+    "seed": BITS_32,
+    **dict.fromkeys(("weight_decay", "adam_epsilon", "eval_delay"), NOT_NEGATIVE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), BELOW_ONE),
+    "warmup_steps": Allowed(
+        "an integer of at least 0, or a share of the steps below 1",
+        lambda x: 0 <= x < 1 or COUNT.holds(x),
+    ),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), COUNT),
+    **dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), _INTERVAL),
+    "save_total_limit": Allowed("an integer of at least 1; leave it out to keep all", COUNT.holds),
+    "max_steps": Allowed(
+        "an integer of at least 1, or -1 for num_train_epochs",
+        lambda x: x == -1 or COUNT.holds(x),
+    ),
+    "output_dir": Allowed("a text, or left out", lambda x: isinstance(x, str | os.PathLike), object),
+    "include_for_metrics": Allowed(
+        "a list of 'inputs' and 'loss'",
+        lambda x: isinstance(x, list | tuple) and set(x) <= {"inputs", "loss"}, object,
+    ),
+}  # fmt: skip
+"""Ranges of Hugging Face's fields, which `TrainingArguments` does not check itself."""
+
+
+def check_values(config: DPZeroConfig) -> None:
+    """Refuses values of Hugging Face's fields that are out of range.
+
+    Raises:
+      ValueError: names one field, its value and what it must be.
+    """
+    for name, allowed in RANGES.items():
+        value = getattr(config, name)
+        if value is None and _DEFAULTS[name] is None:
+            continue
+        allowed.check(name, value)
+        if allowed.kind is int:
+            setattr(config, name, int(value))
+    if config.max_steps == -1:
+        POSITIVE.check("num_train_epochs", config.num_train_epochs)
+
+
+def check_scheduler_settings(config: DPZeroConfig) -> None:
+    """Refuses `lr_scheduler_kwargs` that the scheduler does not take.
+
+    Args:
+      config: a `DPZeroConfig` that Hugging Face's checks have passed.
+
+    Raises:
+      ValueError: names what it takes.
+    """
+    given, kind = config.lr_scheduler_kwargs or {}, SchedulerType(config.lr_scheduler_type)
+    if not isinstance(given, Mapping):
+        raise ValueError(f"lr_scheduler_kwargs={given!r} must be a mapping, {{name: value}}.")
+    schedule: Any = TYPE_TO_SCHEDULER_FUNCTION.get(kind)
+    if schedule is None or not given:
+        return
+    parameters = inspect.signature(schedule).parameters.values()
+    own = ("optimizer", "num_warmup_steps", "num_training_steps")
+    takes = [p.name for p in parameters if p.name not in own]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    for name in given:
+        if name not in takes:
+            raise ValueError(
+                f"lr_scheduler_kwargs has {name!r}, and lr_scheduler_type={kind.value!r} takes "
+                f"{', '.join(takes) or 'nothing'}: leave it out, or choose another schedule."
+            )
+
+
+def use_of(name: str, config: DPZeroConfig) -> Use:
     """What a field does in the run that `config` describes; unknown ones have no known effect."""
     unknown = Use(UNUSED, "this version of hf_dpzero does not know it")
     return next(
@@ -323,7 +394,7 @@ def use_of(name: str, config: Any) -> Use:
     )
 
 
-def refuse_fields(config: Any) -> None:
+def refuse_fields(config: DPZeroConfig) -> None:
     """Refuses changed fields that would break the run or its guarantee.
 
     DeepSpeed also where `accelerate launch` asks for it, before transformers asks for its package.
@@ -339,13 +410,13 @@ def refuse_fields(config: Any) -> None:
             raise ValueError(f"{name}={_shown(name, value)} {use.text}")
 
 
-def warning(config: Any) -> str:
+def warning(config: DPZeroConfig) -> str:
     """One message about all changed fields without effect or of another meaning; "" if there are none.
 
     To be asked for before `TrainingArguments.__post_init__` puts values into the form that it keeps.
     """
     uses = [(name, value, use_of(name, config)) for name, value in _changed(config)]
-    uses += [(n, getattr(config, n), Use(UNUSED, why)) for n, why in _own_unused(config)]
+    uses += [(name, value, Use(UNUSED, why)) for name, value, why in _own_unused(config)]
     parts = []
     for kind, title in ((UNUSED, f"no effect in a {config.method} run"), (OTHER, OTHER)):
         by_reason: dict[str, list[str]] = {}
@@ -357,7 +428,7 @@ def warning(config: Any) -> str:
     return "; ".join(parts)
 
 
-def _changed(config: Any) -> Iterator[tuple[str, Any]]:
+def _changed(config: DPZeroConfig) -> Iterator[tuple[str, Any]]:
     """Fields of Hugging Face's that were set to something else than their default."""
     for name in NAMES:
         value, default = getattr(config, name, _DEFAULTS[name]), _DEFAULTS[name]
@@ -366,7 +437,7 @@ def _changed(config: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _set_by_itself(name: str, value: Any, config: Any) -> bool:
+def _set_by_itself(name: str, value: Any, config: DPZeroConfig) -> bool:
     """Whether a configuration that is made again from an existing one has this value anyhow."""
     return (
         (name == "optim" and value == "sgd" and config.method in SGD)
@@ -376,20 +447,28 @@ def _set_by_itself(name: str, value: Any, config: Any) -> bool:
     )
 
 
-def _own_unused(config: Any) -> Iterator[tuple[str, str]]:
-    """Changed fields whose setting is off, and which one that is."""
-    defaults = {f.name: f.default for f in dataclasses.fields(config)} | CLASSIC
-    for names, setting, values in (*NEEDS, *_STRATEGIES):
-        value = getattr(config, setting)
-        if getattr(value, "value", value) not in values:
+def _own_unused(config: DPZeroConfig) -> Iterator[tuple[str, Any, str]]:
+    """Changed settings that have no effect, their value, and what they would need."""
+    parts = [("", config), *((f"{name}.", getattr(config, name)) for name in NESTED)]
+    for prefix, part in parts:
+        for field, described in settings_of(part):
+            value = getattr(part, field.name)
+            default = CLASSIC.get(prefix + field.name, field.default)
+            if described.needs and value not in (None, default):
+                setting, values = described.needs
+                if operator.attrgetter(setting)(config) not in values:
+                    yield prefix + field.name, value, f"it is for {setting}={_one_of(values)}"
+    for names, setting, values in _STRATEGIES:
+        chosen = getattr(config, setting)
+        if getattr(chosen, "value", chosen) not in values:
             for name in names.split():
-                if getattr(config, name) not in (None, defaults[name]):
-                    yield name, f"it is for {setting}={_one_of(values)}"
+                if getattr(config, name) not in (None, _DEFAULTS[name]):
+                    yield name, getattr(config, name), f"it is for {setting}={_one_of(values)}"
     evaluates = getattr(config.eval_strategy, "value", config.eval_strategy) == "steps"
     if evaluates and 0 < config.max_steps < (config.eval_steps or 0):
-        yield "eval_steps", f"the run has {config.max_steps} steps"
-    if config.max_steps > 0 and config.num_train_epochs != defaults["num_train_epochs"]:
-        yield "num_train_epochs", "max_steps is set, which goes first"
+        yield "eval_steps", config.eval_steps, f"the run has {config.max_steps} steps"
+    if config.max_steps > 0 and config.num_train_epochs != _DEFAULTS["num_train_epochs"]:
+        yield "num_train_epochs", config.num_train_epochs, "max_steps is set, which goes first"
 
 
 def _one_of(values: Sequence[str]) -> str:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from hf_dpzero.privacy.events import Accountant
+from hf_dpzero.privacy.group_losses import (
+    GROUP_LOSSES,
+    BudgetedGroups,
+    GroupLosses,
+    VertexGroups,
+)
 from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
-from hf_dpzero.privacy.mechanisms.base import DenseNoise
+from hf_dpzero.privacy.mechanisms.base import DenseNoise, Relation
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
 from hf_dpzero.reporting.provenance import earlier_plans
-from hf_dpzero.settings.correlation_settings import correlation_of
 from hf_dpzero.settings.defaults import CLASSIC
-from hf_dpzero.settings.group_settings import groups_of
+from hf_dpzero.settings.nested import GroupRobust
 from hf_dpzero.settings.schedules import check_steps, factors_of, noise_schedule_of
+from hf_dpzero.settings.setting import settings_of
+
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
 
 LEAST_LEFT = 0.01
 """Share of a total epsilon: where earlier runs left less, a run says so."""
 
 
-def plan_of(config: Any, num_examples: int, dimension: int | None = None) -> PrivacyPlan:
+def plan_of(config: DPZeroConfig, num_examples: int, dimension: int | None = None) -> PrivacyPlan:
     """The plan of a run, calibrated if a target was given.
 
     Args:
@@ -39,39 +49,41 @@ def plan_of(config: Any, num_examples: int, dimension: int | None = None) -> Pri
     return plan
 
 
-def _plan_of(config: Any, num_examples: int, dimension: int | None) -> PrivacyPlan:
+def _plan_of(config: DPZeroConfig, num_examples: int, dimension: int | None) -> PrivacyPlan:
     fixed = _mechanism(config, num_examples)
     if dimension is not None and issubclass(MECHANISMS[config.method], DenseNoise):
         fixed["dimension"] = dimension
     plan = _calibrated(config, num_examples, fixed)
     if config.clipping != "adaptive":
         return plan
-    count_noise = config.clip_count_noise
+    count_noise = config.clipping_config.count_noise
     if count_noise is None:  # the total multiplier z does not depend on how it is shared out
         z = plan.mechanism.effective_noise_multiplier
         count_noise = max(plan.mechanism.expected_batch_size / 20, z)
     adaptive = {
         "name": f"{config.method}-adaptive",
-        "clip_quantile": config.clip_quantile,
-        "clip_learning_rate": config.clip_learning_rate,
+        "clip_quantile": config.clipping_config.quantile,
+        "clip_learning_rate": config.clipping_config.learning_rate,
         "clip_count_noise": count_noise,
     }
     fixed.pop("distribution", None)
     return _calibrated(config, num_examples, fixed | adaptive)
 
 
-def _calibrated(config: Any, num_examples: int, mechanism: Mapping[str, Any]) -> PrivacyPlan:
+def _calibrated(
+    config: DPZeroConfig, num_examples: int, mechanism: Mapping[str, Any]
+) -> PrivacyPlan:
     steps = config.steps(num_examples)
     plan = PrivacyPlan(
         sampler=sampler_of(config, num_examples),
         mechanism=mechanism_from_dict(mechanism),
         steps=steps,
-        relation=config.neighboring_relation,
-        accountant=config.accountant,
+        relation=cast(Relation, config.neighboring_relation),
+        accountant=cast(Accountant, config.accountant),
         after=earlier_plans(config.extends_run),
         noise_schedule=noise_schedule_of(config, steps),
-        clip_schedule=factors_of("clip_schedule", config.clip_schedule),
-        correlation=correlation_of(config),
+        clip_schedule=factors_of("schedules.clip", config.schedules.clip),
+        correlation=config.correlated_noise.correlation(config.first_order),
         groups=groups_of(config),
     )
     if config.target_epsilon is None or config.not_private:
@@ -105,7 +117,7 @@ def extension_warning(plan: PrivacyPlan, target: float | None, delta: float) -> 
     )
 
 
-def sampler_of(config: Any, num_examples: int) -> Sampler:
+def sampler_of(config: DPZeroConfig, num_examples: int) -> Sampler:
     """The sampler of a `DPZeroConfig` for n rows."""
     full, cap = config.sampling == "full_batch", config.max_batch_size
     settings = {
@@ -116,7 +128,7 @@ def sampler_of(config: Any, num_examples: int) -> Sampler:
     return sampler_from_dict(settings | ({} if cap is None else {"max_batch_size": cap}))
 
 
-def _mechanism(config: Any, num_examples: int) -> dict[str, Any]:
+def _mechanism(config: DPZeroConfig, num_examples: int) -> dict[str, Any]:
     """The method's mechanism by name and fields, for `mechanism_from_dict`; its clip fixed."""
     batch = sampler_of(config, num_examples).expected_batch_size
     values: dict[str, Any] = {"name": config.method, "expected_batch_size": batch}
@@ -127,8 +139,61 @@ def _mechanism(config: Any, num_examples: int) -> dict[str, Any]:
     if config.method == "dpzero":
         values["distribution"] = config.noise_distribution
     if config.clipping == "automatic":
-        values |= {"clipping": "automatic", "clip_stability": config.clip_stability}
+        values |= {"clipping": "automatic", "clip_stability": config.clipping_config.stability}
     if config.clipping == "averaged":
         own = {"clipping": "averaged"} if config.first_order else {"name": "dpzero-averaged"}
-        values |= {**own, "clip_groups": config.clip_groups}
+        values |= {**own, "clip_groups": config.clipping_config.groups}
     return values
+
+
+def groups_of(config: DPZeroConfig) -> GroupLosses | None:
+    """What `group_robust` says of groups; None without its column.
+
+    Raises:
+      ValueError: a setting that is missing, or of no effect or sense.
+    """
+    asked = config.group_robust
+    if asked.column is None:
+        for field, _ in settings_of(asked):
+            if (value := getattr(asked, field.name)) != field.default:
+                raise ValueError(
+                    f"group_robust.{field.name}={value!r} without group_robust.column: name the column "
+                    f"of train_dataset that holds each row's group, or leave {field.name} out."
+                )
+        return None
+    kind = GROUP_LOSSES[asked.weights]
+    shares = _shares(asked)
+    values: dict[str, Any] = {
+        "names": tuple(shares),
+        "shares": tuple(shares.values()),
+        "loss_bound": asked.loss_bound,
+    }
+    if issubclass(kind, VertexGroups):
+        if asked.rate is not None:
+            raise ValueError(
+                f"group_robust.rate={asked.rate} with group_robust.weights='vertex', whose rate follows "
+                "from the budget (each draw costs in proportion to its square): set "
+                "group_robust.budget, or use other weights."
+            )
+        values["draws"] = asked.draws
+    else:
+        values["rate"] = asked.rate
+    if issubclass(kind, BudgetedGroups):
+        values["budget"] = asked.budget
+    return kind(**values)
+
+
+def _shares(asked: GroupRobust) -> dict[str, float]:
+    if not isinstance(asked.shares, Mapping) or not asked.shares:
+        raise ValueError(
+            f"group_robust.shares={asked.shares!r} with group_robust.column={asked.column!r}: give "
+            "every group's name and public share, {urban: 0.8, rural: 0.2}, from a "
+            "source outside of the "
+            "private rows (a census, say). Counted on these, both would be published without noise."
+        )
+    for name, share in asked.shares.items():
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            raise ValueError(
+                f"group_robust.shares gives {name!r} the share {share!r}: give a number in (0, 1]."
+            )
+    return {str(name): float(share) for name, share in asked.shares.items()}

@@ -18,8 +18,9 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -33,6 +34,9 @@ from hf_dpzero.privacy.schedules import (
 )
 from hf_dpzero.values import listed
 
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
+
 logger = logging.get_logger(__name__)
 
 _CALL = re.compile(r"\s*([a-z_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
@@ -41,8 +45,8 @@ _SUFFIXES = (".json", ".csv", ".txt", ".yaml", ".yml")
 _FOLLOW_RATE = ("learning_rate", "subsampled")
 
 
-def noise_schedule_of(config: Any, steps: int) -> NoiseSchedule | None:
-    """The schedule that `config.noise_schedule` names.
+def noise_schedule_of(config: DPZeroConfig, steps: int) -> NoiseSchedule | None:
+    """The schedule that `config.schedules.noise` names.
 
     Args:
       config: a `DPZeroConfig`; `lr_scheduler_type` and the warm-up belong to schedules that follow them.
@@ -54,7 +58,7 @@ def noise_schedule_of(config: Any, steps: int) -> NoiseSchedule | None:
     Raises:
       ValueError: it cannot be read, or its parameters are out of range.
     """
-    values = _values("noise_schedule", config.noise_schedule)
+    values = _values("schedules.noise", config.schedules.noise)
     if values is None or values["name"] == "uniform":
         return None
     if values["name"] == "gd":
@@ -64,7 +68,7 @@ def noise_schedule_of(config: Any, steps: int) -> NoiseSchedule | None:
     if values["name"] in _FOLLOW_RATE:
         if own := {"learning_rate", "warmup_steps"} & values.keys():
             raise ValueError(
-                f"noise_schedule={config.noise_schedule!r} has {min(own)!r}, which it takes from "
+                f"schedules.noise={config.schedules.noise!r} has {min(own)!r}, which it takes from "
                 "lr_scheduler_type and warmup_steps: leave it out."
             )
         values["learning_rate"] = str(
@@ -75,7 +79,7 @@ def noise_schedule_of(config: Any, steps: int) -> NoiseSchedule | None:
 
 
 def factors_of(name: str, text: str | None) -> Factors | None:
-    """The schedule that a setting such as `clip_schedule` names; None for a constant.
+    """The schedule that a setting such as `schedules.clip` names; None for a constant.
 
     Raises:
       ValueError: it cannot be read, or its numbers are out of range.
@@ -89,7 +93,7 @@ def factors_of(name: str, text: str | None) -> Factors | None:
         raise ValueError(f"{name}={text!r}: {error}") from None
 
 
-def smoothing_of_steps(config: Any, steps: int) -> Callable[[int], float] | None:
+def smoothing_of_steps(config: DPZeroConfig, steps: int) -> Callable[[int], float] | None:
     """lambda of each step.
 
     Args:
@@ -102,14 +106,14 @@ def smoothing_of_steps(config: Any, steps: int) -> Callable[[int], float] | None
     Raises:
       ValueError: a factor above 1, or not one for each step.
     """
-    schedule = factors_of("smoothing_schedule", config.smoothing_schedule)
+    schedule = factors_of("schedules.smoothing", config.schedules.smoothing)
     if schedule is None:
         return None
     sizes = (config.smoothing * schedule.factors(steps)).tolist()
     if max(sizes) > config.smoothing:
         raise ValueError(
-            f"smoothing_schedule={config.smoothing_schedule!r} raises the smoothing to {max(sizes):g}: "
-            "set smoothing to the largest value, and give factors of at most 1."
+            f"schedules.smoothing={config.schedules.smoothing!r} raises the smoothing to "
+            f"{max(sizes):g}: set smoothing to the largest value, and give factors of at most 1."
         )
     return sizes.__getitem__
 
@@ -120,17 +124,17 @@ def check_steps(plan: PrivacyPlan) -> None:
     Raises:
       ValueError: says which step; nothing was spent yet.
     """
-    sizes = {}
+    sizes: list[tuple[str, NoiseSchedule | Factors, np.ndarray]] = []
     if plan.noise_schedule is not None:  # a number for each step, of which there may be a billion
-        sizes["noise_schedule"] = plan.multipliers
+        sizes.append(("noise", plan.noise_schedule, plan.multipliers))
     if plan.clip_schedule is not None:
-        sizes["clip_schedule"] = plan.clip_schedule.factors(plan.steps)
-    for name, values in sizes.items():
+        sizes.append(("clip", plan.clip_schedule, plan.clip_schedule.factors(plan.steps)))
+    for name, schedule, values in sizes:
         for step in (int(values.argmin()), int(values.argmax())):
             try:
                 plan.mechanism_at(step)
             except ValueError as error:
-                raise ValueError(f"{name}={getattr(plan, name)}, step {step}: {error}") from None
+                raise ValueError(f"schedules.{name}={schedule}, step {step}: {error}") from None
 
 
 def judge_schedule(plan: Any, delta: float) -> None:
@@ -138,13 +142,11 @@ def judge_schedule(plan: Any, delta: float) -> None:
     if plan.noise_schedule is None or not plan.private:
         return
     gain = gain_against_uniform(plan, delta)
-    words = (
-        f"noise_schedule={plan.noise_schedule}: its noise counts {1 / gain:.3g} of constant noise's"
-    )
+    words = f"schedules.noise={plan.noise_schedule}: its noise counts {1 / gain:.3g} of constant noise's"
     if gain < 1:
         logger.warning(
             f"{words}, which is more, at sampling probability {plan.sampler.sampling_probability:.3g}: "
-            "use noise_schedule='subsampled(gamma=..)', a larger batch, or no schedule."
+            "use schedules.noise='subsampled(gamma=..)', a larger batch, or no schedule."
         )
     else:
         logger.info(words)
@@ -152,10 +154,10 @@ def judge_schedule(plan: Any, delta: float) -> None:
 
 def _gamma(kappa: float, values: dict[str, Any]) -> float:
     if "gamma" in values:
-        raise ValueError("noise_schedule has both kappa and gamma = 1 - 1/kappa; give one.")
+        raise ValueError("schedules.noise has both kappa and gamma = 1 - 1/kappa; give one.")
     if not kappa > 1:
         raise ValueError(
-            f"noise_schedule has kappa={kappa}: a condition number above 1 is needed (at 1 each step "
+            f"schedules.noise has kappa={kappa}: a condition number above 1 is needed (at 1 each step "
             "forgets all noise before it)."
         )
     return 1 - 1 / kappa
@@ -181,7 +183,7 @@ def _parameters(name: str, text: str, inside: str) -> dict[str, Any]:
     for i, part in enumerate(filter(None, map(str.strip, inside.split(",")))):
         key, equals, value = part.partition("=")
         if not equals and i == 0:
-            key, value = ("end" if name != "noise_schedule" else "gamma"), part
+            key, value = ("end" if name != "schedules.noise" else "gamma"), part
         try:
             found[key.strip()] = float(value)
         except ValueError:

@@ -233,7 +233,8 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
             )
     if data.keep_column == "label" != label:
         raise ValueError(
-            f"keep_column (group_column) 'label' beside label_column={label!r}, which is called 'label' "
+            f"keep_column (group_robust.column) 'label' beside label_column={label!r}, which is "
+            "called 'label' "
             "here: rename one of the columns."
         )
     kept = [] if data.keep_column in (None, "label") else [str(data.keep_column)]

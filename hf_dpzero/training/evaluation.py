@@ -18,7 +18,8 @@ from transformers.utils import logging
 from hf_dpzero.objectives.losses import Inputs, classification_losses
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.privacy.group_losses import metric_keys, places
-from hf_dpzero.settings.group_settings import column_values, groups_of
+from hf_dpzero.settings.plan_of import groups_of
+from hf_dpzero.settings.row_groups import column_values
 
 logger = logging.get_logger(__name__)
 
@@ -56,31 +57,33 @@ class RowGroups:
 
 
 def groups_of_rows(config: Any, dataset: Any) -> RowGroups | None:
-    """Reads the groups of evaluation data from its own `group_column`.
+    """Reads the groups of evaluation data from its own `group_robust.column`.
 
     Args:
       config: the trainer's arguments.
       dataset: the evaluation data, or None.
 
     Returns:
-      None without `group_column`, and where no row has a group (a warning says so). Rows of groups that
-      `group_shares` does not name are in none; a warning tells of the first one.
+      None without `group_robust.column`, and where no row has a group (a warning says so). Rows
+      of groups that `group_robust.shares` does not name are in none; a warning tells of the first one.
     """
-    groups = None if dataset is None or not hasattr(config, "group_column") else groups_of(config)
+    groups = None if dataset is None or not hasattr(config, "group_robust") else groups_of(config)
     if groups is None:
         return None
-    column = config.group_column
+    column = config.group_robust.column
     values = column_values(dataset, column)
     if values is None:
         logger.warning_once(
-            f"the evaluation data has no column {column!r} (group_column): no metrics of single groups."
+            f"the evaluation data has no column {column!r} (group_robust.column): no "
+            "metrics of single groups."
         )
         return None
     of = places(values, groups.names)
     if (of < 0).any():
         logger.warning_once(
             f"row {int(np.argmax(of < 0)) + 1} (counted from 1) of the evaluation data, and perhaps "
-            f"others, has in column {column!r} a group that group_shares does not name: these rows "
+            f"others, has in column {column!r} a group that group_robust.shares does not "
+            "name: these rows "
             "count in the metrics of all rows, and in those of no group."
         )
     keys = dict(enumerate(metric_keys(groups.names)))
@@ -107,7 +110,9 @@ def by_group(compute: Metrics | None, groups: RowGroups | None, config: Any) -> 
     if compute is None or groups is None:
         return compute
     if config.batch_eval_metrics:
-        logger.warning_once("batch_eval_metrics=True: no metrics of single groups (group_column).")
+        logger.warning_once(
+            "batch_eval_metrics=True: no metrics of single groups (group_robust.column)."
+        )
         return compute
 
     def measured(prediction: EvalPrediction) -> dict[str, float]:

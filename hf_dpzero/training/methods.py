@@ -98,7 +98,7 @@ class ZerothOrderMethod:
             # An update may wait only if weights are read between steps through forward(),
             # state_dict() or copies, where it is made first; callbacks of others may read them
             # directly.
-            defer=run.args.defer_updates
+            defer=run.args.performance.defer_updates
             and all_known(run.readers())
             and not is_compiled(run.model),
             weighting=weighting_of(run),
@@ -119,8 +119,8 @@ class ZerothOrderMethod:
             self.space,
             run.evaluate,
             args.smoothing,
-            args.reuse_frozen_prefix,
-            args.perturbation_strategy,
+            args.performance.reuse_frozen_prefix,
+            args.performance.perturbation_strategy,
             run.expected_passes,
         )
         with isolated_randomness():
@@ -225,7 +225,7 @@ class FirstOrderMethod:
         gradients = per_example_gradients(
             model,
             objective,
-            args.per_example_gradients,
+            args.performance.per_example_gradients,
             args.physical_batch_size,
             autocast=args.mixed_precision != "no",
         )

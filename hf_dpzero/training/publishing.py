@@ -176,7 +176,7 @@ class PublishingTrainer(Trainer):
         return self._evaluated[0]
 
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
-        """As in Trainer, with metrics of each group where `group_column` is set.
+        """As in Trainer, with metrics of each group where `group_robust.column` is set.
 
         A loader of private training rows, made by hand, is refused. Groups' losses, where there is no
         `compute_metrics`, take a forward pass of their own.

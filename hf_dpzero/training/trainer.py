@@ -42,7 +42,7 @@ from hf_dpzero.run_folder.folder import checkpoint_of, ledger_header, open_run
 from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import learning_rate, rate_hint, resolve
-from hf_dpzero.settings.group_settings import row_groups
+from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import progress, start, termination
 from hf_dpzero.training.group_training import group_logs
 from hf_dpzero.training.inputs import by_name, checked_config, load_inputs
@@ -135,7 +135,7 @@ class DPZeroMixin(PublishingTrainer):
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = own_loss
         check_overrides(self)
-        seed = args.insecure_noise_seed
+        seed = args.testing.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self._method_state: Mapping[str, Any] | None = None
         self._keys: RunKeys | None = None
@@ -275,7 +275,7 @@ class DPZeroMixin(PublishingTrainer):
         settle_offloaded(self.model)
         self._besides = SavedBesides(self.model)
         if run.plan.groups is not None:
-            column = str(self.args.group_column)
+            column = str(self.args.group_robust.column)
             run.row_groups = row_groups(run.plan.groups, column, self.train_dataset)
         check_uploads(run.plan, self.callback_handler.callbacks)
         with run.resources:
@@ -412,9 +412,10 @@ class DPZeroMixin(PublishingTrainer):
         """
         assert self._run is not None and self.optimizer is not None
         logged, self._diagnostics = self._run.header["log_private_diagnostics"], {}
-        if self.args.log_private_diagnostics is not logged:
+        if self.args.testing.log_private_diagnostics is not logged:
             logger.warning_once(
-                f"log_private_diagnostics was changed during the run, which goes on as it began, with "
+                "testing.log_private_diagnostics was changed during the run, which goes "
+                "on as it began, with "
                 f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
             )
         try:

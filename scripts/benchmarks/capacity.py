@@ -22,6 +22,7 @@ from hf_dpzero.experiments.memory import (
     weight_bytes,
     zeroth_order_bytes,
 )
+from hf_dpzero.settings.nested import Performance
 from scripts.benchmarks.memory import in_fresh_process, phases_of
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.shapes import PUBLISHED, empty_model, model_inputs
@@ -118,8 +119,9 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
         model(**model_inputs(model, batch))
     # as `StepBench`: one direction, AdamW on dense per-example gradients
     args = SimpleNamespace(
-        chosen=(), perturbation_strategy=asked.strategy, num_directions=1, method="dp-adamw",
-        per_example_gradients="dense", not_private=False, clipping="fixed", bf16=False,
+        chosen=(), num_directions=1, method="dp-adamw",
+        performance=Performance(perturbation_strategy=asked.strategy, per_example_gradients="dense"),
+        not_private=False, clipping="fixed", bf16=False,
     )  # fmt: skip
     weights, forward = weight_bytes(model), forward_bytes(found)
     largest = max(p.numel() * p.element_size() for p in model.parameters())

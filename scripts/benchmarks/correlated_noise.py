@@ -106,7 +106,8 @@ def accumulated(correlation: str, steps: int, width: int) -> float:
     sums = _Sums()
     with tempfile.TemporaryDirectory() as folder:
         args = DPZeroConfig(
-            output_dir=folder, method="dp-sgd", sampling="fixed_batches", noise_correlation=correlation,
+            output_dir=folder, method="dp-sgd", sampling="fixed_batches",
+            correlated_noise={"kind": correlation},
             expected_batch_size=2, max_steps=steps, noise_multiplier=1e4, clip=1.0, target_delta=1e-5,
             learning_rate=0.0, lr_scheduler_type="constant", report_to="none", save_strategy="no",
             disable_tqdm=True, use_cpu=True, logging_strategy="no", on_no_signal="ignore",

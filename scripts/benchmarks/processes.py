@@ -68,11 +68,15 @@ def train(settings: dict[str, Any], told: Path) -> None:
         args = DPZeroConfig(
             output_dir=folder, method=settings["method"], noise_multiplier=1.0, target_delta=1e-5,
             clip=1.0, num_directions=settings["num_directions"], learning_rate=1e-6,
-            direction_parallel_size=settings["split"] if world > 1 else None,
+            performance={
+                "direction_parallel_size": settings["split"] if world > 1 else None,
+                "perturbation_strategy": "whole_model",
+            },
             expected_batch_size=settings["batch_size"], microbatch_size=settings["microbatch_size"],
             sampling="fixed_size_without_replacement", neighboring_relation="replace_one",
-            perturbation_strategy="whole_model", max_steps=settings["steps"], base_is_public=True,
-            direction_key=1, sampler_key=KEY, insecure_noise_seed=1, use_cpu=True, report_to="none",
+            max_steps=settings["steps"], base_is_public=True,
+            testing={"direction_key": 1, "sampler_key": KEY, "insecure_noise_seed": 1},
+            use_cpu=True, report_to="none",
             save_strategy="no", disable_tqdm=True, ddp_backend="gloo" if world > 1 else None,
         )  # fmt: skip
         vocabulary = build_config(settings["shape"]).vocab_size

@@ -36,13 +36,13 @@ FIRST_ORDER = {"method": "dp-adamw", "clip": 16.0, "learning_rate": 1e-2}
 ARMS: dict[str, dict[str, Any]] = {
     "zero-shot": {},  # before training: the same for all arms, so it runs once
     "plain": {},
-    "balanced": {"group_weights": "balanced"},
-    "per_step": {"group_weights": "per_step"},
+    "balanced": {"group_robust": {"weights": "balanced"}},
+    "per_step": {"group_robust": {"weights": "per_step"}},
     "plain, fixed batches": FIXED,
-    "prefix_sum": {**FIXED, "group_weights": "prefix_sum"},
-    "vertex": {**FIXED, "group_weights": "vertex", "group_draws": 8},
+    "prefix_sum": {**FIXED, "group_robust": {"weights": "prefix_sum"}},
+    "vertex": {**FIXED, "group_robust": {"weights": "vertex", "draws": 8}},
     "dp-adamw, plain": FIRST_ORDER,
-    "dp-adamw, per_step": {**FIRST_ORDER, "group_weights": "per_step"},
+    "dp-adamw, per_step": {**FIRST_ORDER, "group_robust": {"weights": "per_step"}},
 }
 COMMON: dict[str, Any] = {
     "max_steps": 200,
@@ -93,16 +93,18 @@ class Study:
         from hf_dpzero.recipes.build import build_trainer
         from hf_dpzero.recipes.recipe import load_recipe
 
-        groups = {"group_column": "group", "group_shares": json.dumps(self.shares)}
+        groups = {"column": "group", "shares": self.shares}
         settings = {**self.common, **self.files, "target_epsilon": self.epsilon}
-        settings |= ARMS[arm] | (groups if "group_weights" in ARMS[arm] else {})
+        if "group_robust" in ARMS[arm]:
+            settings |= {"group_robust": groups | ARMS[arm]["group_robust"]}
+        settings |= {name: v for name, v in ARMS[arm].items() if name != "group_robust"}
         with tempfile.TemporaryDirectory() as folder:
             own = {**settings, "seed": seed, "output_dir": folder}
             trainer = build_trainer(load_recipe("sst2/minilm-dpzero", own))
             if arm != "zero-shot":
                 trainer.train()
             for name, value in groups.items():  # metrics of groups, also of arms without
-                setattr(trainer.args, name, value)
+                setattr(trainer.args.group_robust, name, value)
             metrics, report = trainer.evaluate(), trainer.privacy_report()
         row = {"arm": arm, "seed": seed, "epsilon": report.epsilon}
         row |= {n.removeprefix("eval_"): v for n, v in metrics.items() if "accuracy" in n}

@@ -58,8 +58,8 @@ FEWSHOT = Half(
     },
     steps={"dpzero": 200, "dp-adamw": 200},
     averaged={
-        "dpzero": "clip_groups: 256\nclip: 24.0\nlearning_rate: 5.0e-4",
-        "dp-adamw": "clip_groups: 32\nclip: 2.5",
+        "dpzero": "clipping_config.groups: 256\nclip: 24.0\nlearning_rate: 5.0e-4",
+        "dp-adamw": "clipping_config.groups: 32\nclip: 2.5",
     },
     schedules=("exp", "exp_constant_rate", "momentum", "learning_rate", "subsampled"),
 )
@@ -77,11 +77,11 @@ def schedules_of(steps: int) -> dict[str, str]:
     """The settings of each schedule for T steps: lines of YAML."""
     kappa = max(2.0, steps / 4)
     return {
-        "exp": f"noise_schedule: exp(kappa={kappa:g})",
-        "exp_constant_rate": f"noise_schedule: exp(kappa={kappa:g})\nlr_scheduler_type: constant",
-        "momentum": f"noise_schedule: momentum(kappa={kappa:g}, beta=0.9)",
-        "learning_rate": f"noise_schedule: learning_rate(kappa={kappa:g})",
-        "subsampled": f"noise_schedule: subsampled(kappa={kappa:g}, order=3)",
+        "exp": f"schedules.noise: exp(kappa={kappa:g})",
+        "exp_constant_rate": f"schedules.noise: exp(kappa={kappa:g})\nlr_scheduler_type: constant",
+        "momentum": f"schedules.noise: momentum(kappa={kappa:g}, beta=0.9)",
+        "learning_rate": f"schedules.noise: learning_rate(kappa={kappa:g})",
+        "subsampled": f"schedules.noise: subsampled(kappa={kappa:g}, order=3)",
     }
 
 

@@ -16,7 +16,11 @@ from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, earlier_runs, trained_as
 
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 2}
+SECRET: dict[str, Any] = {
+    "testing.sampler_key": None,
+    "testing.insecure_noise_seed": None,
+    "max_steps": 2,
+}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,11 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.reporting.verification import report_of
 
 SAVED: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 3}
+SECRET: dict[str, Any] = {
+    "testing.sampler_key": None,
+    "testing.insecure_noise_seed": None,
+    "max_steps": 3,
+}
 
 
 class StopAt(TrainerCallback):

@@ -38,7 +38,11 @@ def test_samplings_that_need_one_order_for_the_whole_run_are_refused(tmp_path):
         for row in sampler.batch(number, new_sampler_key()):
             seen[row] += 1
     assert max(seen) > 1
-    settings = {"sampler_key": None, "insecure_noise_seed": None, "sampling": "fixed_batches"}
+    settings = {
+        "testing.sampler_key": None,
+        "testing.insecure_noise_seed": None,
+        "sampling": "fixed_batches",
+    }
     with pytest.raises(PlanError, match="sampling='fixed_batches'.*poisson"):
         local_plan(config(tmp_path, **settings), 200, sampling_probability=0.1)
 

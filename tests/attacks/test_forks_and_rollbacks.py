@@ -18,7 +18,7 @@ from hf_dpzero.run_folder import folder as run_files
 
 pytestmark = pytest.mark.slow
 
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None}
+SECRET: dict[str, Any] = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
 SETTINGS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, **SECRET}
 
 

@@ -67,7 +67,11 @@ def test_small_classes_and_empty_cells_are_not_counted(tmp_path):
 
 
 def test_what_is_shipped_holds_no_times(tmp_path, monkeypatch):
-    trainer = build(tmp_path, insecure_noise_seed=None, sampler_key=None, logging_steps=1)
+    trainer = build(
+        tmp_path,
+        testing={"insecure_noise_seed": None, "sampler_key": None},
+        logging_steps=1,
+    )
     output = trainer.train()
     trainer.save_model()
     trainer.save_state()

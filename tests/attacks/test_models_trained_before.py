@@ -25,7 +25,11 @@ from hf_dpzero.reporting.privacy_report import PrivacyReport
 
 pytestmark = pytest.mark.slow
 
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 2}
+SECRET: dict[str, Any] = {
+    "testing.sampler_key": None,
+    "testing.insecure_noise_seed": None,
+    "max_steps": 2,
+}
 
 
 def lora(model: Any, **settings: Any) -> Any:

@@ -82,7 +82,7 @@ def test_run_clms_blocks_are_not_taken_for_examples(tmp_path, tiny_gpt2):
 
 def test_blocks_are_not_shipped_as_examples(tmp_path, tiny_gpt2):
     blocks = lines().map(group_texts, batched=True)
-    secret = {"sampler_key": None, "insecure_noise_seed": None}
+    secret = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
     trainer = trainer_of(tmp_path, tiny_gpt2(**CONTEXT), blocks, rows_are="blocks", **secret)
     trainer.train()
     trainer.save_model()

@@ -55,8 +55,9 @@ def refusals(folder: Path, rank: int) -> dict[str, str]:
         "objective": {"trainer_settings": {"compute_per_example_loss": rounded}},
         "rows": {"data": shuffled()},
         "strategy": {
-            "perturbation_strategy": "stacked" if rank else "whole_model", "trainable": "classifier",
-            "direction_parallel_size": 1,
+            "performance.perturbation_strategy": "stacked" if rank else "whole_model",
+            "trainable": "classifier",
+            "performance.direction_parallel_size": 1,
         },
     }  # fmt: skip
     for name, settings in runs.items():

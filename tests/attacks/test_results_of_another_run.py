@@ -12,7 +12,11 @@ from tiny_runs import build
 
 from hf_dpzero.reporting.hub import build_hub_folder
 
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 2}
+SECRET: dict[str, Any] = {
+    "testing.sampler_key": None,
+    "testing.insecure_noise_seed": None,
+    "max_steps": 2,
+}
 LEFT = {
     "all_results.json": json.dumps({"eval_accuracy": 0.99, "test_accuracy": 0.98}),
     "test_results.json": json.dumps({"test_accuracy": 0.98}),

@@ -177,7 +177,7 @@ def test_the_adapter_of_a_run_with_a_canary_is_not_told_from_one_without(tmp_pat
     )
     trainer = build(
         tmp_path, model, method="dp-sgd", max_steps=1, learning_rate=1.0, lr_scheduler_type="constant",
-        insecure_noise_seed=None, clip=1.0, noise_multiplier=1.0, expected_batch_size=16,
+        testing={"insecure_noise_seed": None}, clip=1.0, noise_multiplier=1.0, expected_batch_size=16,
     )  # fmt: skip
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     trainer.train()

@@ -25,8 +25,8 @@ RUN = {
     "max_steps": 12,
     "save_strategy": "steps",
     "save_steps": 2,
-    "sampler_key": None,
-    "insecure_noise_seed": None,
+    "testing.sampler_key": None,
+    "testing.insecure_noise_seed": None,
 }
 
 
@@ -56,10 +56,10 @@ def resumed(folder, data, **settings):
 def test_rows_in_another_order_are_refused(tmp_path, correlation):
     """Row 0 of the second start would be in the batch of another row, within one epoch of ten steps."""
     data = tiny_data()
-    killed(tmp_path, data, noise_correlation=correlation)
+    killed(tmp_path, data, correlated_noise={"kind": correlation})
     moved = data.shuffle(seed=8)
     with pytest.raises(LedgerError, match="same rows in the same order"):
-        resumed(tmp_path, moved, noise_correlation=correlation)
+        resumed(tmp_path, moved, correlated_noise={"kind": correlation})
 
 
 def test_two_rows_that_change_places_are_refused(tmp_path):
@@ -143,7 +143,11 @@ def test_no_row_takes_part_twice_in_an_epoch_though_rows_are_drawn_anew(tmp_path
 def test_no_row_takes_part_twice_under_noise_that_cancels_over_steps(tmp_path):
     """dp-adamw, banded noise, 60 rows of one class in five batches: 48 of them came twice."""
     data = tiny_data(60)
-    settings = {"method": "dp-adamw", "noise_correlation": "banded", "noise_bands": 2}
+    settings = {
+        "method": "dp-adamw",
+        "correlated_noise.kind": "banded",
+        "correlated_noise.bands": 2,
+    }
     first, then = (_Cropped(rows, label=1) for rows in (data, shuffled(data)))
     counts = participations(tmp_path, first, then, killed_at=4, **settings, max_steps=5)
     assert max(counts.values()) == 1 and len(counts) == 48

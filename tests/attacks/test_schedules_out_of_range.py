@@ -22,7 +22,7 @@ def plan(tmp_path, **settings):
         ("levels.yaml", "- -1\n- 1\n- 1\n- 1\n- 1\n- 1\n"),
     ],
 )
-@pytest.mark.parametrize("setting", ["noise_schedule", "clip_schedule"])
+@pytest.mark.parametrize("setting", ["schedules.noise", "schedules.clip"])
 def test_a_sign_in_a_file_is_no_bullet(setting, name, text, tmp_path):
     """The minus was stripped, and the run took the positive number."""
     path = tmp_path / name
@@ -34,23 +34,36 @@ def test_a_sign_in_a_file_is_no_bullet(setting, name, text, tmp_path):
 def test_bullets_of_yaml_are_read(tmp_path):
     path = tmp_path / "levels.yaml"
     path.write_text("- 6\n- 5\n  - 4\n- 3\n- 2\n- 1\n", encoding="utf-8")
-    assert plan(tmp_path, noise_schedule=str(path)).noise_schedule.levels == (6, 5, 4, 3, 2, 1)
+    assert plan(tmp_path, schedules={"noise": str(path)}).noise_schedule.levels == (
+        6,
+        5,
+        4,
+        3,
+        2,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"clip_schedule": "linear(1e30)"},
-        {"clip_schedule": "1,1,1,1,1,1e-30"},
-        {"noise_schedule": "1000,1000,1000,1000,1000,1", "noise_multiplier": 0.002},
-        {"noise_schedule": "1,1,1,1,1,1e6", "noise_multiplier": 1000.0},
-        {"noise_schedule": "1,1,1,1,1,1e6", "noise_multiplier": None, "target_epsilon": 1e-3},
-        {"noise_schedule": "1,1,1,1,1,9", "clipping": "adaptive", "clip_count_noise": 1e7},
+        {"schedules.clip": "linear(1e30)"},
+        {"schedules.clip": "1,1,1,1,1,1e-30"},
+        {"schedules.noise": "1000,1000,1000,1000,1000,1", "noise_multiplier": 0.002},
+        {"schedules.noise": "1,1,1,1,1,1e6", "noise_multiplier": 1000.0},
+        {"schedules.noise": "1,1,1,1,1,1e6", "noise_multiplier": None, "target_epsilon": 1e-3},
+        {
+            "schedules.noise": "1,1,1,1,1,9",
+            "clipping": "adaptive",
+            "clipping_config.count_noise": 1e7,
+        },
     ],
 )
 def test_a_step_out_of_range_is_refused_before_the_first(settings, tmp_path):
     """The plan was accepted, and step 1 or 5 of 6 raised after releases had been paid for."""
-    with pytest.raises(ValueError, match=r"_schedule=.*, step \d: .*(between|outside)"):
+    with pytest.raises(
+        ValueError, match=r"schedules\.(noise|clip)=.*, step \d: .*(between|outside)"
+    ):
         plan(tmp_path, **settings)
 
 
@@ -68,7 +81,7 @@ def test_a_step_out_of_range_is_refused_before_the_first(settings, tmp_path):
 def test_what_cannot_be_run_is_refused_in_words(schedule, words, target, tmp_path):
     noise = {"target_epsilon": target, "noise_multiplier": None if target else 1.0}
     with pytest.raises(ValueError, match=words):
-        plan(tmp_path, noise_schedule=schedule, **noise)
+        plan(tmp_path, schedules={"noise": schedule}, **noise)
 
 
 def test_an_integer_beyond_floats_is_refused():

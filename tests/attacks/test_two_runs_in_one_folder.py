@@ -16,8 +16,8 @@ from hf_dpzero import Trajectory
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 
 REAL: dict[str, Any] = {
-    "max_steps": 2, "eval_strategy": "no", "sampler_key": None, "insecure_noise_seed": None,
-    "direction_key": None,
+    "max_steps": 2, "eval_strategy": "no", "testing.sampler_key": None,
+    "testing.insecure_noise_seed": None, "testing.direction_key": None,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 from tiny_runs import build
 from transformers import TrainerCallback
 
-RUN = {"method": "dp-sgd", "sampling": "fixed_batches", "sampler_key": None, "max_steps": 1}
+RUN = {"method": "dp-sgd", "sampling": "fixed_batches", "testing.sampler_key": None, "max_steps": 1}
 
 
 class CometCallback(TrainerCallback):

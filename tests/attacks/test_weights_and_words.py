@@ -21,7 +21,7 @@ from hf_dpzero.reporting.weights import digest_weights
 
 pytestmark = pytest.mark.slow
 
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None}
+SECRET: dict[str, Any] = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
 
 
 def runs_in(*names: Any) -> list[dict[str, Any]]:

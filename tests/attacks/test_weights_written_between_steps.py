@@ -18,7 +18,7 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.segments import GridSegment
 
-SECRET = {"insecure_noise_seed": None, "sampler_key": None}
+SECRET = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
 SAVED = {"save_strategy": "steps", "save_steps": 2, **SECRET}
 METHODS = ["dpzero", "dp-sgd"]
 

@@ -16,7 +16,11 @@ from hf_dpzero.recipes.recipe import recipe_parser
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.hub import OWN_SETTINGS, public_recipe
 
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 1}
+SECRET: dict[str, Any] = {
+    "testing.sampler_key": None,
+    "testing.insecure_noise_seed": None,
+    "max_steps": 1,
+}
 ROWS = "Jane Roe"
 
 

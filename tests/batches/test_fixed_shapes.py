@@ -312,5 +312,9 @@ def test_stacked_copies_that_round_by_place_go_back_to_whole_model(tmp_path, mon
     trainer.train()
     assert trainer.step.differences.strategy == "whole_model"
     with pytest.raises(ValueError, match="stacked' moves what an example adds by its place"):
-        build(tmp_path / "named", perturbation_strategy="stacked", **settings).train()
+        build(
+            tmp_path / "named",
+            performance={"perturbation_strategy": "stacked"},
+            **settings,
+        ).train()
     assert not (tmp_path / "named" / "trajectory.ledger").exists()

@@ -173,7 +173,12 @@ def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path: Path):
 
     runs = []
     for defer in (True, False):
-        trainer = build(tmp_path / str(defer), max_steps=3, num_directions=2, defer_updates=defer)
+        trainer = build(
+            tmp_path / str(defer),
+            max_steps=3,
+            num_directions=2,
+            performance={"defer_updates": defer},
+        )
         trainer.train()
         assert trainer.step.defer is defer
         assert trainer.space.settled

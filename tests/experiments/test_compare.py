@@ -76,8 +76,8 @@ def test_a_seed_sets_everything_public_and_nothing_secret(tmp_path):
     (run,) = grid(write_recipe(tmp_path, noise_multiplier=3.0, target_epsilon=None), seeds=[13])
     recipe, training = run.recipe, run.recipe.training
     assert recipe.data.subset_seed == recipe.model.init_seed == training.seed == 13
-    assert training.direction_key == 13 and training.noise_multiplier is None
-    assert training.sampler_key is None and training.insecure_noise_seed is None
+    assert training.testing.direction_key == 13 and training.noise_multiplier is None
+    assert training.testing.sampler_key is None and training.testing.insecure_noise_seed is None
 
 
 def test_epsilon_and_seed_default_to_the_recipes_own(tmp_path):

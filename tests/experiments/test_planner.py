@@ -181,7 +181,7 @@ def test_a_step_takes_weights_a_pass_and_what_the_method_keeps(recipe_of):
     own = 2 * (16 * 32 + 32)  # the widest layer; of the embedding the rows of 4 x 16 tokens, twice
     rows = 2 * 64 * 16 * 2
     assert half.how == "layerwise" and half.training - half.inference == max(own, rows)
-    recipe.training.perturbation_strategy = "whole_model"
+    recipe.training.performance.perturbation_strategy = "whole_model"
     assert (copied := memory.peaks_in(meta, recipe, "bfloat16").training) is not None
     assert copied - half.inference == 2 * d
 
@@ -197,7 +197,7 @@ def test_a_step_takes_weights_a_pass_and_what_the_method_keeps(recipe_of):
 
 def test_ghost_clipping_is_not_for_half_precision(recipe_of):
     pytest.importorskip("opacus")
-    recipe = recipe_of(method="dp-adamw", per_example_gradients="ghost")
+    recipe = recipe_of(method="dp-adamw", performance={"per_example_gradients": "ghost"})
     half = memory.peaks_in(meta_of(recipe), recipe, "bfloat16")
     assert (half.training, half.peak, half.how) == (None, None, "ghost")
     assert not half.fits(1 << 60)

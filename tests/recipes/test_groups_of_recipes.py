@@ -36,8 +36,8 @@ def recipe(folder: Path, **settings):
         "expected_batch_size": 8,
         "output_dir": str(folder / "out"),
         "use_cpu": True,
-        "group_column": "place",
-        "group_shares": SHARES,
+        "group_robust.column": "place",
+        "group_robust.shares": SHARES,
         **settings,
     }
     path = folder / "recipe.yaml"
@@ -60,7 +60,7 @@ def test_the_column_of_a_file_stays_beside_encoded_rows(tmp_path):
 
 def test_the_label_may_be_the_group(tmp_path):
     shares = {"bad": 0.5, "good": 0.5}
-    made = recipe(tmp_path, **files(tmp_path), group_column="label", group_shares=shares)
+    made = recipe(tmp_path, **files(tmp_path), group_robust={"column": "label", "shares": shares})
     task = build_task(made.data)
     encoded = {s: rows.remove_columns(rows.column_names[1:]) for s, rows in task.splits.items()}
     rows = with_kept_column(encoded, task, "label")
@@ -73,9 +73,9 @@ def test_validation_rows_may_have_no_groups_and_training_rows_must(tmp_path):
     encoded = {split: rows.select_columns(["label"]) for split, rows in task.splits.items()}
     rows = with_kept_column(encoded, task, "place")
     assert "place" in rows["train"].features and "place" not in rows["validation"].features
-    other = recipe(tmp_path, **files(tmp_path), group_column="country")
+    other = recipe(tmp_path, **files(tmp_path), group_robust={"column": "country"})
     task = build_task(other.data)
-    with pytest.raises(ValueError, match="group_column='country'"):
+    with pytest.raises(ValueError, match="group_robust.column='country'"):
         with_kept_column({"train": task.splits["train"]}, task, "country")
 
 
@@ -83,7 +83,7 @@ def test_the_plan_of_a_recipe_counts_the_groups(tmp_path):
     made = recipe(tmp_path, **files(tmp_path))
     plan = made.training.plan(40)
     assert plan.groups.shares == (0.25, 0.75) and plan.epsilon(made.training.delta(40)) <= 2
-    assert "group_column: place" in made.to_yaml()
+    assert "group_robust:\n  column: place" in made.to_yaml()
     again = tmp_path / "again.yaml"
     again.write_text(made.to_yaml())
     assert load_recipe(again).training.plan(40) == plan

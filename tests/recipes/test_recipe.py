@@ -16,6 +16,7 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.catalogue import catalogue
 from hf_dpzero.recipes.recipe import coerce_fields, load_recipe, read_recipe, unused_settings
+from hf_dpzero.settings.nested import InsecureTesting
 from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.values import parse_yaml
 
@@ -58,7 +59,10 @@ def test_values_reach_the_dataclass_that_owns_them(write):
     ("overrides", "expected"),
     [
         (["--max_steps", "9", "--max-steps", "1e1", "--clip=3"], {"max_steps": 10, "clip": 3.0}),
-        (["--log-private-diagnostics", "--clip", "2"], {"log_private_diagnostics": True}),
+        (
+            ["--testing.log-private-diagnostics", "--clip", "2"],
+            {"testing": InsecureTesting(log_private_diagnostics=True)},
+        ),
         (["--lora_target_modules", "query", "value"], {"lora_target_modules": ["query", "value"]}),
         ({"max_steps": 4, "peft_method": "lora"}, {"max_steps": 4, "peft_method": "lora"}),
         (["--max_train_samples", "null"], {"max_train_samples": None}),
@@ -90,14 +94,14 @@ def test_refused_overrides(write, words, message):
 
 def test_to_yaml_round_trips_and_keeps_no_secret(write):
     path = write(MINIMAL + "label_texts: ['it''s: bad', good]\nclip: .5\n")
-    secret = {"hub_token": "hf_secret", "sampler_key": "ab" * 32}
+    secret = {"hub_token": "hf_secret", "testing.sampler_key": "ab" * 32}
     recipe = load_recipe(path, secret)
     text = recipe.to_yaml()
     assert "hf_secret" not in text
     assert "abab" not in text
     again = path.with_name("again.yaml")
     again.write_text(text, encoding="utf-8")
-    expected = {k: v for k, v in recipe.values.items() if k not in secret}
+    expected = {k: v for k, v in recipe.values.items() if k not in ("hub_token", "testing")}
     assert expected
     assert load_recipe(again).values == expected
 
@@ -202,7 +206,7 @@ def test_an_unknown_key_names_the_nearest_and_the_file(write, line, near):
         ("max_seq_length: 1", "leaves no room for text"),
         ("max_train_samples: 0", "max_train_samples=0 must be positive"),
         ("model: {name: x}", "unknown key 'model'"),
-        ("zzzz: 1", "unknown key 'zzzz'; ModelArguments, DataArguments"),
+        ("zzzz: 1", "unknown key 'zzzz'; no field of ModelArguments, DataArguments"),
         ("max_steps: 8", "'max_steps' appears more than once"),
     ],
 )
@@ -260,8 +264,8 @@ def test_every_argument_is_documented():
         ("clip", "inf", math.inf),
         ("max_steps", "1e4", 10_000),
         ("max_steps", 1e4, 10_000),
-        ("direction_key", str(2**127 + 1), 2**127 + 1),  # 128 bits; a float has 53
-        ("direction_key", "0xff", 255),
+        ("testing.direction_key", str(2**127 + 1), 2**127 + 1),  # 128 bits; a float has 53
+        ("testing.direction_key", "0xff", 255),
         ("max_steps", "-3", -3),
         ("normalize", "yes", True),
         ("microbatch_size", "null", None),

@@ -200,13 +200,14 @@ def test_results_keep_evaluation_only(run: Path, tmp_path: Path) -> None:
 
 def test_recipe_loses_secrets_and_local_paths() -> None:
     text = (
-        "output_dir: out\nhub_token: hf_abc\nhub_model_id: me/x\napi_key: k\nsampler_key: 'ff'\n"
-        "direction_key: 7\nmax_new_tokens: 5\ntrain_file: /home/me/a.jsonl\n"
+        "output_dir: out\nhub_token: hf_abc\nhub_model_id: me/x\napi_key: k\n"
+        "testing: {sampler_key: 'ff', direction_key: 7, other: 1}\nmax_new_tokens: 5\n"
+        "train_file: /home/me/a.jsonl\n"
         "learning_rate: 1e-6\nlabel_texts: [/srv/x/bad, good]\neval_strategy: no\n"
     )
     shipped = yaml.safe_load(public_recipe(text))
     assert shipped == {
-        "direction_key": 7,
+        "testing": {"direction_key": 7},
         "max_new_tokens": 5,
         "train_file": "a.jsonl",
         "learning_rate": 1e-6,

@@ -439,7 +439,7 @@ def test_earlier_runs_survive_the_file_and_tuning(tmp_path: Path) -> None:
 def train(folder: Path, base: Path | None = None, **settings: Any) -> Any:
     """A trainer, after one step on `base` and saving."""
     model = None if base is None else type(tiny_model()).from_pretrained(base)
-    secret = {"sampler_key": None, "insecure_noise_seed": None}
+    secret = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
     trainer = build(folder, model, max_steps=1, **secret, **settings)
     trainer.train()
     trainer.save_model()

@@ -33,7 +33,11 @@ def recipe(folder: Path, **settings: Any) -> Path:
         **{"validation_file": str(SST2 / "validation.jsonl"), "max_seq_length": 64},
         **{"output_dir": str(folder / "out"), "noise_multiplier": 1.0, "clip": 1.0},
         **{"max_steps": 2, "expected_batch_size": 4, "microbatch_size": 4, "use_cpu": True},
-        **{"direction_key": 3, "sampler_key": "ab" * 32, "insecure_noise_seed": 1},
+        **{
+            "testing.direction_key": 3,
+            "testing.sampler_key": "ab" * 32,
+            "testing.insecure_noise_seed": 1,
+        },
         **{"report_to": "none", "max_train_samples": 20, "max_eval_samples": 4},
         **settings,
     }

@@ -318,8 +318,8 @@ def test_a_bounded_loss_releases_what_a_bounded_loss_can(models, tmp_path, call)
     """Without noise: sums of differences of 0 or +-1 / (2 lambda), over B."""
     settings = {
         "objective": "accuracy", "noise_multiplier": 0.0, "target_epsilon": None, "clip": 1e3,
-        "smoothing": 0.1, "max_steps": 6, "expected_batch_size": 5, "direction_key": 7,
-        "insecure_noise_seed": 3, "sampler_key": "ab" * 32,
+        "smoothing": 0.1, "max_steps": 6, "expected_batch_size": 5, "testing.direction_key": 7,
+        "testing.insecure_noise_seed": 3, "testing.sampler_key": "ab" * 32,
     }  # fmt: skip
     call("train", recipe_of(tmp_path, models, "trec", "causal_lm", **settings))
     releases = Trajectory.load(tmp_path / "out" / "trajectory.safetensors").releases

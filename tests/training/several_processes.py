@@ -52,44 +52,45 @@ def half() -> torch.nn.Module:
 _NAMES = ["few" if row % 5 == 0 else "many" for row in range(120)]
 _GROUPS = {
     "data": tiny_data().add_column("where", _NAMES),
-    "group_column": "where",
-    "group_shares": {"few": 0.2, "many": 0.8},
+    "group_robust.column": "where",
+    "group_robust.shares": {"few": 0.2, "many": 0.8},
     "microbatch_size": 1,
 }
 _FIXED = {**_GROUPS, "sampling": "fixed_batches"}
 _TEXTS = {"data": texts(), "collator": padded, "microbatch_size": 4}
-_WHOLE = {"perturbation_strategy": "whole_model"}
-_DIRECTIONS = {"num_directions": 4, "direction_parallel_size": 2, **_WHOLE}
+_WHOLE = {"performance.perturbation_strategy": "whole_model"}
+_DIRECTIONS = {"num_directions": 4, "performance.direction_parallel_size": 2, **_WHOLE}
 
 SAME = {
     "one-row-passes": {"microbatch_size": 1, "num_directions": 2},
     "texts": {**_TEXTS, "num_directions": 3, **_WHOLE},
     # many shares and batches of these are empty
     "few-rows": {**_TEXTS, "expected_batch_size": 1, "microbatch_size": 1},
-    "adaptive": {**_TEXTS, "clipping": "adaptive", "noise_schedule": "exp(gamma=0.5)"},
-    "fixed-batches": {**_TEXTS, "sampling": "fixed_batches", "smoothing_schedule": "linear(0.5)"},
-    "averaged": {**_TEXTS, "clipping": "averaged", "clip_groups": 3},
+    "adaptive": {**_TEXTS, "clipping": "adaptive", "schedules.noise": "exp(gamma=0.5)"},
+    "fixed-batches": {**_TEXTS, "sampling": "fixed_batches", "schedules.smoothing": "linear(0.5)"},
+    "averaged": {**_TEXTS, "clipping": "averaged", "clipping_config.groups": 3},
     "dpgd": {**_TEXTS, "method": "dpgd-0th"},
     "directions": {**_TEXTS, **_DIRECTIONS},
     "directions-half": {
-        **_TEXTS, **_DIRECTIONS, "model": half, "num_directions": 3, "perturbation_strategy": "auto",
+        **_TEXTS, **_DIRECTIONS, "model": half, "num_directions": 3,
+        "performance.perturbation_strategy": "auto",
     },
     "groups-directions": {**_GROUPS, **_DIRECTIONS},
-    "groups-prefix": {**_FIXED, "group_weights": "prefix_sum"},
-    "groups-vertex": {**_FIXED, "group_weights": "vertex", "group_draws": 2},
+    "groups-prefix": {**_FIXED, "group_robust.weights": "prefix_sum"},
+    "groups-vertex": {**_FIXED, "group_robust.weights": "vertex", "group_robust.draws": 2},
 }  # fmt: skip
 """Ledgers and weights have the same bits whatever the number of processes."""
 
 CLOSE = {
     "dp-sgd": {"microbatch_size": 4, "method": "dp-sgd", "clip": 0.5, "learning_rate": 0.1},
     "dp-sgd-averaged": {
-        "method": "dp-sgd", "clipping": "averaged", "clip_groups": 3, "clip": 0.5,
+        "method": "dp-sgd", "clipping": "averaged", "clipping_config.groups": 3, "clip": 0.5,
         "learning_rate": 0.1,
     },
 }  # fmt: skip
 """The same up to the order of float64 additions."""
 
-SECRET = {"secret": {"microbatch_size": 1, "insecure_noise_seed": None}}
+SECRET = {"secret": {"microbatch_size": 1, "testing.insecure_noise_seed": None}}
 ALL = {**SAME, **CLOSE, **SECRET}
 OF_FOUR = (
     "one-row-passes", "texts", "few-rows", "directions-half", "groups-directions", "dp-sgd", "secret",
@@ -144,7 +145,8 @@ def train(folder: Path, world: int) -> dict[str, Any]:
 
 NOISE = {
     "method": "dp-sgd", "microbatch_size": 4, "noise_multiplier": 1e4, "clip": 0.5,
-    "learning_rate": 1e-3, "max_steps": 1, "insecure_noise_seed": None, "lr_scheduler_type": "constant",
+    "learning_rate": 1e-3, "max_steps": 1, "testing.insecure_noise_seed": None,
+    "lr_scheduler_type": "constant",
 }  # fmt: skip
 """One step of dp-sgd on noise alone: gradients vanish beside it."""
 

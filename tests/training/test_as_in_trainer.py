@@ -276,7 +276,7 @@ def test_a_push_honours_what_trainers_push_takes(tmp_path, pushed, caplog):
         "hub_model_id": "me/x",
         "max_steps": 1,
     }
-    fields |= {"insecure_noise_seed": None, "sampler_key": None}
+    fields |= {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
     trainer = build(tmp_path, trainer_settings={"callbacks": [Watch()]}, **fields)
     trainer.train()
     trainer.push_to_hub(**given, tags=["a"], model_name="b")

@@ -20,7 +20,11 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.verification import report_of
 
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None, "max_steps": 4}
+SECRET: dict[str, Any] = {
+    "testing.sampler_key": None,
+    "testing.insecure_noise_seed": None,
+    "max_steps": 4,
+}
 
 
 class StopAt(TrainerCallback):
@@ -355,7 +359,7 @@ def test_what_cannot_be_extended(tmp_path: Path) -> None:
     refused("not those that privacy_report.json was written for", folder=_other_weights(tmp_path))
     refused("holds 3 steps and the saved model is of 4", folder=_cut_ledger(tmp_path))
     leaky = tmp_path / "leaky"
-    first_run(leaky, insecure_noise_seed=3)
+    first_run(leaky, testing={"insecure_noise_seed": 3})
     refused("says: NOT PRIVATE", folder=leaky)
 
 

@@ -25,12 +25,12 @@ from hf_dpzero.run_folder.keys import FILE, FOLDER
 RUN = {
     "method": "dp-sgd",
     "sampling": "fixed_batches",
-    "noise_correlation": "toeplitz",
+    "correlated_noise.kind": "toeplitz",
     "lr_scheduler_type": "constant",
     "learning_rate": 0.1,
     "max_steps": 8,
 }
-SECRET = {"sampler_key": None, "insecure_noise_seed": None}
+SECRET = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
 
 
 class _KilledAt(TrainerCallback):
@@ -65,10 +65,10 @@ def released(tmp_path, data=None, **settings) -> tuple[np.ndarray, object]:
 
 def test_a_run_releases_the_stream_that_its_plan_accounts_for(tmp_path):
     """Two runs on the same batches at rate 0, with and without noise, differ by C^{-1} Z S sigma C."""
-    still = {"learning_rate": 0.0, "noise_correlation": "banded", "noise_bands": 3}
+    still = {"learning_rate": 0.0, "correlated_noise.kind": "banded", "correlated_noise.bands": 3}
     noisy, trainer = released(tmp_path / "a", **still)
     quiet, _ = released(
-        tmp_path / "b", **{**still, "noise_correlation": "none"}, noise_multiplier=1e-3
+        tmp_path / "b", **{**still, "correlated_noise.kind": "none"}, noise_multiplier=1e-3
     )
     factorization, sensitivity = banded(8, 3), trainer.plan.correlation.sensitivity(8, 10)
     assert sensitivity == pytest.approx(factorization.sensitivity)
@@ -229,8 +229,11 @@ def test_noise_that_cannot_be_drawn_again_is_refused(tmp_path):
         ({"sampling": "poisson"}, "Use sampling='fixed_batches'"),
         ({"sampling": "truncated_poisson", "max_batch_size": 20}, "Use sampling='fixed_batches'"),
         ({"sampling": "full_batch"}, "Use sampling='fixed_batches'"),
-        ({"noise_correlation": "topelitz"}, "did you mean 'toeplitz'"),
-        ({"noise_bands": 0, "noise_correlation": "banded"}, "noise_bands=0"),
+        ({"correlated_noise.kind": "topelitz"}, "did you mean 'toeplitz'"),
+        (
+            {"correlated_noise.bands": 0, "correlated_noise.kind": "banded"},
+            "correlated_noise.bands=0",
+        ),
     ],
 )
 def test_settings_that_are_refused(tmp_path, changed, message):
@@ -242,9 +245,9 @@ def test_settings_that_are_refused(tmp_path, changed, message):
     ("changed", "message"),
     [
         ({"clipping": "adaptive"}, "clipping='fixed'"),
-        ({"clipping": "averaged", "clip_groups": 2}, "clipping='fixed'"),
-        ({"noise_schedule": "exp(gamma=0.9)"}, "Leave it out"),
-        ({"clip_schedule": "linear(0.5)"}, "Leave the schedule out"),
+        ({"clipping": "averaged", "clipping_config.groups": 2}, "clipping='fixed'"),
+        ({"schedules.noise": "exp(gamma=0.9)"}, "Leave it out"),
+        ({"schedules.clip": "linear(0.5)"}, "Leave the schedule out"),
         ({"method": "dpzero", "clipping": "fixed"}, "hold_direction_for"),
         ({"method": "dpgd-0th"}, "use one of dp-sgd"),
         ({"method": "sgd", "noise_multiplier": None}, "nothing to correlate"),
@@ -265,19 +268,19 @@ def test_epochs_of_fixed_batches_are_whole(tmp_path):
 def test_a_target_is_calibrated(tmp_path):
     settings = {**RUN, "noise_multiplier": None, "target_epsilon": 2.0}
     for correlation in ("none", "toeplitz", "banded", "tree", "optimized"):
-        plan = config(tmp_path, **{**settings, "noise_correlation": correlation}).plan(120, 500)
+        plan = config(tmp_path, **{**settings, "correlated_noise.kind": correlation}).plan(120, 500)
         assert 1.99 < plan.epsilon(1e-3) <= 2.0
 
 
 def test_bands_default_to_thirty_two(tmp_path):
-    plan = config(tmp_path, **{**RUN, "noise_correlation": "banded"}).plan(120, 10)
+    plan = config(tmp_path, **{**RUN, "correlated_noise.kind": "banded"}).plan(120, 10)
     assert plan.correlation.bands == 32
 
 
 @pytest.mark.slow
 def test_the_plan_of_a_run_with_independent_noise_on_fixed_batches(tmp_path):
     """Without correlation: one Gaussian an epoch, and every row once an epoch."""
-    trainer = build(tmp_path, data=tiny_data(36), **{**RUN, "noise_correlation": "none"})
+    trainer = build(tmp_path, data=tiny_data(36), **{**RUN, "correlated_noise.kind": "none"})
     trainer.train()
     assert trainer.plan.correlation is None
     assert trainer.privacy_report().noise_source.startswith("INSECURE")

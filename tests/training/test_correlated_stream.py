@@ -20,8 +20,8 @@ from hf_dpzero.run_folder import keys as noise_keys
 STEPS, BANDS, EPOCH = 64, 5, 10
 RUN = {
     "sampling": "fixed_batches",
-    "noise_correlation": "banded",
-    "noise_bands": BANDS,
+    "correlated_noise.kind": "banded",
+    "correlated_noise.bands": BANDS,
     "max_steps": STEPS,
     "learning_rate": 0.0,
     "noise_multiplier": 1e4,
@@ -102,7 +102,12 @@ def test_first_order_runs_release_the_whole_matrix_times_the_draws(
     """Seven epochs; resumed: killed in step 37, begun again from 32 with a key of its own."""
     given = iter(KEYS)
     monkeypatch.setattr(noise_keys, "new_noise_key", lambda: next(given))
-    settings = {**RUN, "method": method, "insecure_noise_seed": None, "sampler_key": None}
+    settings = {
+        **RUN,
+        "method": method,
+        "testing.insecure_noise_seed": None,
+        "testing.sampler_key": None,
+    }
     if resumed:
         settings |= {"save_strategy": "steps", "save_steps": 16}
     watch = _Watch(37 if resumed else STEPS)
@@ -132,7 +137,11 @@ def test_first_order_runs_release_the_whole_matrix_times_the_draws(
 @pytest.mark.parametrize("directions", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_held_directions_release_the_blocks_matrix_times_the_draws(tmp_path, directions):
     """K numbers a step, held for 8 steps, noise anew in each block; seven epochs."""
-    held = {"hold_direction_for": 8, "num_directions": directions, "clipping": "fixed"}
+    held = {
+        "correlated_noise.hold_direction_for": 8,
+        "num_directions": directions,
+        "clipping": "fixed",
+    }
     trainer = build(tmp_path, **{**RUN, **held})
     trainer.train()
     block, _ = whole_matrices(8, BANDS)

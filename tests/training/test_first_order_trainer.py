@@ -127,7 +127,10 @@ def test_resume_from_a_checkpoint_at_the_ledgers_end_is_a_straight_run(tmp_path)
 
 def test_the_ledger_is_written_before_the_update_and_the_report_is_honest(tmp_path):
     trainer = build(
-        tmp_path, method="dp-adamw", insecure_noise_seed=None, sampler_key=None, **FIRST
+        tmp_path,
+        method="dp-adamw",
+        testing={"insecure_noise_seed": None, "sampler_key": None},
+        **FIRST,
     )
     trainer.train()
     trainer.save_model()
@@ -167,7 +170,7 @@ def test_noise_is_independent_of_everything_public(tmp_path):
 @pytest.mark.parametrize("clipping", ["automatic", "averaged"])
 def test_other_clippings_bound_the_release(tmp_path, clipping):
     """Without noise the first step's gradient is at most C B / divisor long."""
-    extra = {"clip_groups": 3} if clipping == "averaged" else {}
+    extra = {"clipping_config.groups": 3} if clipping == "averaged" else {}
     trainer = build(
         tmp_path, method="dp-sgd", clipping=clipping, clip=0.01, noise_multiplier=2.0**-10,
         max_steps=1, learning_rate=1.0, lr_scheduler_type="constant", **extra,
@@ -188,8 +191,9 @@ def test_other_clippings_bound_the_release(tmp_path, clipping):
 
 def test_adaptive_clipping_moves_the_clip_and_logs_the_count(tmp_path):
     trainer = build(
-        tmp_path, method="dp-sgd", clipping="adaptive", clip=1e-3, clip_learning_rate=1.0,
-        noise_multiplier=0.5, clip_count_noise=2.0, max_steps=8, **FIRST,
+        tmp_path, method="dp-sgd", clipping="adaptive", clip=1e-3,
+        clipping_config={"learning_rate": 1.0, "count_noise": 2.0},
+        noise_multiplier=0.5, max_steps=8, **FIRST,
     )  # fmt: skip
     trainer.train()
     values = [r.values for r in trainer.trajectory.releases]
@@ -285,7 +289,7 @@ def test_the_noise_on_the_weights_has_the_stated_deviation(tmp_path):
     from scipy import stats
 
     trainer = build(tmp_path, method="dp-sgd", max_steps=1, learning_rate=1.0,
-                    lr_scheduler_type="constant", insecure_noise_seed=None, clip=4.0,
+                    lr_scheduler_type="constant", testing={"insecure_noise_seed": None}, clip=4.0,
                     noise_multiplier=2.0)  # fmt: skip
     chosen = trainer.plan.sampler.batch(0, bytes.fromhex("ab" * 32))
     totals = naive_sum(tiny_model().eval(), [trainer.train_dataset[int(i)] for i in chosen], 4.0)
@@ -324,10 +328,15 @@ def test_backward_hooks_that_see_raw_gradients_are_refused(tmp_path, place):
 
 
 def test_groups_drawn_by_a_known_key_are_not_private(tmp_path):
-    settings = {"method": "dp-sgd", "sampling": "full_batch", "insecure_noise_seed": None, **FIRST}
-    averaged = build(tmp_path / "a", clipping="averaged", clip_groups=4, **settings)
+    settings = {
+        "method": "dp-sgd",
+        "sampling": "full_batch",
+        "testing.insecure_noise_seed": None,
+        **FIRST,
+    }
+    averaged = build(tmp_path / "a", clipping="averaged", clipping_config={"groups": 4}, **settings)
     fixed = build(tmp_path / "b", **settings)
-    assert averaged.args.sampler_key is not None
+    assert averaged.args.testing.sampler_key is not None
     assert not averaged.privacy_report().private
     assert "sampler_key" in averaged.privacy_report().statement
     assert fixed.privacy_report().private

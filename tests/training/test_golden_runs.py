@@ -54,7 +54,10 @@ def test_ghost_clipping_gives_the_numbers_of_dense_gradients(tmp_path):
     10 but for a chance of 1e-12. Each moves the sum of the weights by rate * cell / B.
     """
     found = golden_runs.outcome(
-        "dp-sgd dense float32", str(tmp_path), exact=False, per_example_gradients="ghost"
+        "dp-sgd dense float32",
+        str(tmp_path),
+        exact=False,
+        performance={"per_example_gradients": "ghost"},
     )
     cell = golden_runs.CLIP * 2.0**-8
     moved = golden_runs.RATE * cell / golden_runs.BATCH

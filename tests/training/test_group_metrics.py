@@ -14,11 +14,11 @@ from tiny_runs import build, tiny_data
 from transformers import EvalPrediction
 
 from hf_dpzero.privacy.group_losses import metric_keys, places
-from hf_dpzero.settings.group_settings import column_values, row_groups
+from hf_dpzero.settings.row_groups import column_values, row_groups
 from hf_dpzero.training.evaluation import RowGroups, by_group, groups_of_rows
 
 SHARES = {"few": 0.2, "many": 0.8}
-GROUPS = {"group_column": "where", "group_shares": SHARES}
+GROUPS = {"group_robust.column": "where", "group_robust.shares": SHARES}
 PLAIN = SimpleNamespace(batch_eval_metrics=False)
 
 
@@ -200,10 +200,13 @@ def test_values_are_compared_as_text(values, names, expected):
 
 def test_truth_values_of_json_are_those_of_a_column(tmp_path):
     data = tiny_data().add_column("where", [i % 5 == 0 for i in range(120)])
-    shares = json.dumps({"true": 0.2, "false": 0.8})
+    groups = json.dumps({"column": "where", "shares": {"true": 0.2, "false": 0.8}})
     own = {"eval_dataset": None}
     trainer = build(
-        tmp_path, data=data, group_column="where", group_shares=shares, trainer_settings=own
+        tmp_path,
+        data=data,
+        group_robust=groups,
+        trainer_settings=own,
     )
     trainer.train()
     assert {"group_weight_true", "group_weight_false"} <= {

@@ -26,13 +26,13 @@ from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.training.progress import banner
 
 SHARES = {"few": 0.2, "many": 0.8}
-GROUPS = {"group_column": "where", "group_shares": SHARES}
+GROUPS = {"group_robust.column": "where", "group_robust.shares": SHARES}
 FIXED = {"sampling": "fixed_batches"}
 WAYS = {
     "balanced": {},
     "per_step": {},
     "prefix_sum": FIXED,
-    "vertex": {**FIXED, "group_draws": 3},
+    "vertex": {**FIXED, "group_robust.draws": 3},
 }
 
 
@@ -58,7 +58,7 @@ def losses_of(trainer) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_replays_to_its_weights(tmp_path, way):
-    trainer = made(tmp_path, group_weights=way, num_directions=2, **WAYS[way])
+    trainer = made(tmp_path, group_robust={"weights": way}, num_directions=2, **WAYS[way])
     base = weights(trainer.model)
     trainer.train()
     trainer.save_model()
@@ -85,9 +85,7 @@ def test_without_noise_a_step_is_what_the_formulas_say(tmp_path):
     run = made(
         tmp_path / "run",
         data=data,
-        group_shares=shares,
-        group_rate=4.0,
-        group_loss_bound=1.5,
+        group_robust={"shares": shares, "rate": 4.0, "loss_bound": 1.5},
         expected_batch_size=30,
         learning_rate=1.0,
         trainer_settings={"eval_dataset": None},
@@ -124,7 +122,12 @@ def test_without_noise_a_step_is_what_the_formulas_say(tmp_path):
 def test_one_group_is_the_plain_method(tmp_path, way):
     """All rows of one group of share 1 weigh 1: the same numbers along the same directions."""
     data = tiny_data().add_column("where", ["all"] * 120)
-    one = {"data": data, "group_shares": {"all": 1.0}, "group_weights": way, **WAYS[way]}
+    one = {
+        "data": data,
+        "group_robust.shares": {"all": 1.0},
+        "group_robust.weights": way,
+        **WAYS[way],
+    }
     robust = made(tmp_path / "robust", **one)
     plain = build(tmp_path / "plain", **(FIXED if "sampling" in WAYS[way] else {}))
     robust.train(), plain.train()
@@ -141,7 +144,7 @@ def test_first_order_weights_stand_before_the_clip(tmp_path, gradients):
     trainer = made(
         tmp_path,
         data=data,
-        group_shares=shares,
+        group_robust={"shares": shares},
         method="dp-sgd",
         noise_multiplier=0.0,
         sampling="full_batch",
@@ -150,7 +153,7 @@ def test_first_order_weights_stand_before_the_clip(tmp_path, gradients):
         clip=0.7,
         learning_rate=1.0,
         lr_scheduler_type="constant",
-        per_example_gradients=gradients,
+        performance={"per_example_gradients": gradients},
         trainer_settings={"eval_dataset": None},
     )
     losses = losses_of(trainer)
@@ -249,7 +252,7 @@ def test_runs_whose_state_is_secret_cannot_be_resumed(tmp_path, way, sampling):
     settings = {
         "save_strategy": "steps",
         "save_steps": 2,
-        "group_weights": way,
+        "group_robust.weights": way,
         "sampling": sampling,
         "expected_batch_size": 120 if sampling == "full_batch" else 12,
     }
@@ -269,7 +272,9 @@ def test_runs_whose_state_is_secret_cannot_be_resumed(tmp_path, way, sampling):
 @pytest.mark.parametrize("way", ["prefix_sum", "vertex"])
 def test_hidden_state_is_in_no_file(tmp_path, way):
     """What a run leaves has the released numbers, and no other that its un-noised sums would match."""
-    trainer = made(tmp_path, group_weights=way, save_strategy="steps", save_steps=3, **WAYS[way])
+    trainer = made(
+        tmp_path, group_robust={"weights": way}, save_strategy="steps", save_steps=3, **WAYS[way]
+    )
     seen = []
     player = None
 
@@ -301,17 +306,23 @@ def test_hidden_state_is_in_no_file(tmp_path, way):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"group_shares": None}, "outside of the private rows"),
-        ({"group_shares": {"few": 0.5, "many": 0.4}}, "add up to 0.9"),
-        ({"group_shares": {"few": 0.0, "many": 1.0}}, "shares divide"),
-        ({"group_shares": {"few": "a fifth", "many": 0.8}}, "a number"),
-        ({"group_shares": "{few"}, "no JSON"),
-        ({"group_weights": "other"}, "group_weights='other'"),
-        ({"group_budget": 1.0}, "group_budget"),
-        ({"group_rate": 0.0}, "group_rate"),
-        ({"group_weights": "vertex", "group_rate": 0.1, **FIXED}, "follows from the budget"),
-        ({"group_draws": 0, "group_weights": "vertex", **FIXED}, "group_draws"),
-        ({"group_column": 3}, "group_column"),
+        ({"group_robust.shares": None}, "outside of the private rows"),
+        ({"group_robust.shares": {"few": 0.5, "many": 0.4}}, "add up to 0.9"),
+        ({"group_robust.shares": {"few": 0.0, "many": 1.0}}, "shares divide"),
+        ({"group_robust.shares": {"few": "a fifth", "many": 0.8}}, "a number"),
+        ({"group_robust.shares": "{few"}, "give every"),
+        ({"group_robust.weights": "other"}, "group_robust.weights='other'"),
+        ({"group_robust.budget": 1.0}, "group_robust.budget"),
+        ({"group_robust.rate": 0.0}, "group_robust.rate"),
+        (
+            {"group_robust.weights": "vertex", "group_robust.rate": 0.1, **FIXED},
+            "follows from the budget",
+        ),
+        (
+            {"group_robust.draws": 0, "group_robust.weights": "vertex", **FIXED},
+            "group_robust.draws",
+        ),
+        ({"group_robust.column": 3}, "group_robust.column"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, settings, words):
@@ -320,10 +331,15 @@ def test_settings_that_make_no_sense_are_refused(tmp_path, settings, words):
 
 
 @pytest.mark.parametrize(
-    "alone", [{"group_shares": SHARES}, {"group_budget": 0.2}, {"group_weights": "vertex"}]
+    "alone",
+    [
+        {"group_robust.shares": SHARES},
+        {"group_robust.budget": 0.2},
+        {"group_robust.weights": "vertex"},
+    ],
 )
 def test_settings_of_groups_without_a_column_are_refused(tmp_path, alone):
-    with pytest.raises(ValueError, match="without group_column"):
+    with pytest.raises(ValueError, match="without group_robust.column"):
         config(tmp_path, **alone)
 
 
@@ -335,8 +351,8 @@ def test_settings_of_groups_without_a_column_are_refused(tmp_path, alone):
         ({"method": "sgd", "noise_multiplier": None}, "'dp-sgd'"),
         ({"clipping": "averaged"}, "clipping='fixed'"),
         ({"noise_distribution": "laplace"}, "noise_distribution='gaussian'"),
-        ({"group_weights": "prefix_sum"}, "sampling='fixed_batches'"),
-        ({"group_weights": "vertex"}, "sampling='fixed_batches'"),
+        ({"group_robust.weights": "prefix_sum"}, "sampling='fixed_batches'"),
+        ({"group_robust.weights": "vertex"}, "sampling='fixed_batches'"),
     ],
 )
 def test_combinations_without_an_account_are_refused(tmp_path, settings, words):
@@ -344,13 +360,16 @@ def test_combinations_without_an_account_are_refused(tmp_path, settings, words):
         config(tmp_path, **GROUPS, **settings).plan(120)
 
 
-def test_shares_may_be_a_text_of_json(tmp_path):
-    plan = config(tmp_path, **{**GROUPS, "group_shares": json.dumps(SHARES)}).plan(120)
+def test_settings_may_be_a_text_of_json(tmp_path):
+    text = json.dumps({"column": "where", "shares": SHARES})
+    plan = config(tmp_path, group_robust=text).plan(120)
     assert plan.groups.names == ("few", "many") and plan.groups.shares == (0.2, 0.8)
 
 
 def test_a_missing_column_is_said_before_training(tmp_path):
-    with pytest.raises(ValueError, match="group_column='where' is no column of train_dataset"):
+    with pytest.raises(
+        ValueError, match="group_robust.column='where' is no column of train_dataset"
+    ):
         made(tmp_path, data=tiny_data()).train()
     assert not (tmp_path / LEDGER_NAME).exists()
 
@@ -361,21 +380,23 @@ def test_groups_that_are_too_small_for_the_noise_are_told_of(tmp_path, caplog):
     share = z / (12 * math.sqrt(6))  # where that is b / 2
     for factor, warned in ((0.98, True), (1.02, False)):
         shares = {"few": share * factor, "many": 1 - share * factor}
-        plan = config(tmp_path, **{**GROUPS, "group_shares": shares}).plan(120)
+        plan = config(tmp_path, **{**GROUPS, "group_robust.shares": shares}).plan(120)
         assert ("1 of 2 groups" in group_warning(plan)) == warned
-    tiny = {**GROUPS, "group_shares": {"few": 0.01, "many": 0.99}}
-    for other in ({"group_weights": "balanced"}, {"noise_multiplier": 0.0}):
+    tiny = {**GROUPS, "group_robust.shares": {"few": 0.01, "many": 0.99}}
+    for other in ({"group_robust.weights": "balanced"}, {"noise_multiplier": 0.0}):
         assert group_warning(config(tmp_path, **tiny, **other).plan(120)) == ""
     assert group_warning(config(tmp_path).plan(120)) == ""
     with caplog.at_level(logging.WARNING, logger="transformers"):
-        made(tmp_path / "run", group_shares=tiny["group_shares"], max_steps=1).train()
+        made(
+            tmp_path / "run", group_robust={"shares": tiny["group_robust.shares"]}, max_steps=1
+        ).train()
     assert "their weights follow the noise" in caplog.text
 
 
 def test_of_many_groups_the_largest_weight_is_logged(tmp_path):
     shares = {f"g{i}": 1 / 40 for i in range(40)}
     data = tiny_data().add_column("where", [f"g{i % 40}" for i in range(120)])
-    trainer = made(tmp_path, data=data, group_shares=shares, max_steps=2)
+    trainer = made(tmp_path, data=data, group_robust={"shares": shares}, max_steps=2)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
     assert all(1 / 40 < entry["largest_group_weight"] <= 1 for entry in logged) and logged
@@ -393,7 +414,7 @@ def test_rows_of_other_groups_are_refused_without_their_names(tmp_path):
 def test_a_group_that_no_row_has_is_allowed(tmp_path):
     """Whether a declared group has rows is private: it may not be said."""
     shares = {"few": 0.1, "many": 0.8, "none": 0.1}
-    trainer = made(tmp_path, group_shares=shares)
+    trainer = made(tmp_path, group_robust={"shares": shares})
     trainer.train()
     assert all(len(r.values) == 4 for r in trainer.trajectory.releases)
 
@@ -402,7 +423,11 @@ def test_a_group_that_no_row_has_is_allowed(tmp_path):
 
 
 def test_logs_show_released_weights_and_the_report_binds_them(tmp_path):
-    trainer = made(tmp_path, insecure_noise_seed=None, sampler_key=None, num_directions=2)
+    trainer = made(
+        tmp_path,
+        testing={"insecure_noise_seed": None, "sampler_key": None},
+        num_directions=2,
+    )
     trainer.train()
     trainer.save_model()
     logged = [entry for entry in trainer.state.log_history if "group_weight_few" in entry]
@@ -430,7 +455,7 @@ def test_fixed_batches_without_groups_train_and_refuse_to_resume(tmp_path):
 def test_noise_of_the_groups_is_secret_and_independent_of_the_direction_key(tmp_path):
     values = []
     for name in ("a", "b"):
-        trainer = made(tmp_path / name, insecure_noise_seed=None)
+        trainer = made(tmp_path / name, testing={"insecure_noise_seed": None})
         assert isinstance(trainer.noise, SecureNoise)
         trainer.train()
         values.append([release.values[1:] for release in trainer.trajectory.releases])

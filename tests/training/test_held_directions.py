@@ -15,9 +15,14 @@ from hf_dpzero.privacy.correlated_noise.factorization import toeplitz
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 
-HELD = {"hold_direction_for": 4, "clipping": "fixed", "num_directions": 2, "max_steps": 10}
-CORRELATED = {**HELD, "sampling": "fixed_batches", "noise_correlation": "toeplitz"}
-SECRET = {"sampler_key": None, "insecure_noise_seed": None}
+HELD = {
+    "correlated_noise.hold_direction_for": 4,
+    "clipping": "fixed",
+    "num_directions": 2,
+    "max_steps": 10,
+}
+CORRELATED = {**HELD, "sampling": "fixed_batches", "correlated_noise.kind": "toeplitz"}
+SECRET = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
 
 
 class _KilledAt(TrainerCallback):
@@ -30,7 +35,11 @@ class _KilledAt(TrainerCallback):
 
 
 def test_steps_share_the_directions_of_their_block():
-    header = {"direction_key": f"{7:032x}", "num_directions": 2, "hold_direction_for": 4}
+    header = {
+        "direction_key": f"{7:032x}",
+        "num_directions": 2,
+        "hold_direction_for": 4,
+    }
     held = [directions_of(step, header) for step in range(9)]
     assert held[0] == held[3] == [Direction(7, 0, 0), Direction(7, 0, 1)]
     assert held[4] == held[7] == [Direction(7, 1, 0), Direction(7, 1, 1)]
@@ -46,7 +55,8 @@ def test_steps_share_the_directions_of_their_block():
         {**HELD, "update_rule": "momentum", "update_window": 6},
         {**CORRELATED, "direction": "gaussian"},
         pytest.param(
-            {**CORRELATED, "defer_updates": False, "weight_decay": 0.1}, marks=pytest.mark.slow
+            {**CORRELATED, "performance.defer_updates": False, "weight_decay": 0.1},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -96,7 +106,7 @@ def test_what_is_released_has_the_blocks_noise(tmp_path):
     noisy = build(tmp_path / "a", **CORRELATED, learning_rate=0.0)
     noisy.train()
     quiet = build(
-        tmp_path / "b", **{**CORRELATED, "noise_correlation": "none"}, learning_rate=0.0,
+        tmp_path / "b", **{**CORRELATED, "correlated_noise.kind": "none"}, learning_rate=0.0,
         **{"noise_multiplier": 1e-3},
     )  # fmt: skip
     quiet.train()
@@ -140,7 +150,7 @@ def test_the_report_says_where_noise_begins_anew(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"hold_direction_for": 1}, "fresh direction"),
+        ({"correlated_noise.hold_direction_for": 1}, "fresh direction"),
         ({"sampling": "poisson"}, "Use sampling='fixed_batches'"),
         ({"noise_distribution": "laplace"}, "gaussian"),
     ],

@@ -29,8 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mezo": {"method": "mezo", "noise_multiplier": None, "target_delta": None, "clip": None},
     "correlated": {
         "sampling": "fixed_batches",
-        "noise_correlation": "optimized",
-        "hold_direction_for": 2,
+        "correlated_noise.kind": "optimized",
+        "correlated_noise.hold_direction_for": 2,
     },
     "dp-adamw": {"method": "dp-adamw", "clip": 0.5},
 }

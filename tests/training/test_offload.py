@@ -265,7 +265,12 @@ def test_other_methods_and_rules(tmp_path: Path, base: Path, settings: dict[str,
         ("here", load(base)),
         ("away", offloaded(base, tmp_path / "folder", "disk")),
     ):
-        trainer = build(tmp_path / name, model, perturbation_strategy="layerwise", **settings)
+        trainer = build(
+            tmp_path / name,
+            model,
+            performance={"perturbation_strategy": "layerwise"},
+            **settings,
+        )
         trainer.train()
         runs.append(weights(trainer.model))
     assert same(*runs)
@@ -311,7 +316,7 @@ def test_a_file_of_ones_own(tmp_path: Path):
     [
         ({"method": "dp-sgd"}, "weights are there for a forward pass"),
         ({"torch_compile": True, "torch_compile_backend": "eager"}, "Turn torch_compile off"),
-        ({"perturbation_strategy": "whole_model"}, "offloaded weights that train"),
+        ({"performance.perturbation_strategy": "whole_model"}, "offloaded weights that train"),
     ],
 )
 def test_what_offload_does_not_allow(

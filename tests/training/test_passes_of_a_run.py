@@ -95,7 +95,8 @@ def test_passes_before_and_inside_the_first_three_steps(tmp_path, monkeypatch, n
         model=model,
         args=DPZeroConfig(
             output_dir=str(tmp_path), target_epsilon=4, target_delta=1e-3, max_steps=3,
-            direction_key=7, sampler_key="ab" * 32, insecure_noise_seed=3, learning_rate=1e-3,
+            testing={"direction_key": 7, "sampler_key": "ab" * 32, "insecure_noise_seed": 3},
+            learning_rate=1e-3,
             save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, **settings,
         ),
         train_dataset=rows(2000, seed=1),

@@ -86,9 +86,9 @@ def test_noise_alone_is_within_three_deviations_and_a_planted_mean_shows(setting
 def test_an_adaptive_clip_is_that_of_each_step_and_its_count_is_left_out():
     settings = SCALAR | {
         "name": "dpzero-adaptive",
-        "clip_quantile": 0.5,
-        "clip_learning_rate": 0.2,
-        "clip_count_noise": 2.0,
+        "clipping_config.quantile": 0.5,
+        "clipping_config.learning_rate": 0.2,
+        "clipping_config.count_noise": 2.0,
     }
     mechanism = mechanism_from_dict(settings)
     releases = [Release(0, (1.0, 1.5), 0.1), Release(1, (1.0, 0.5), 0.1), Release(2, (1.0, 9.0), 0)]
@@ -102,7 +102,7 @@ def test_an_adaptive_clip_is_that_of_each_step_and_its_count_is_left_out():
 
 
 def test_the_noise_of_group_means_is_divided_by_the_groups():
-    settings = {"name": "dp-sgd", "clipping": "averaged", "clip_groups": 5}
+    settings = {"name": "dp-sgd", "clipping": "averaged", "clipping_config.groups": 5}
     mechanism = mechanism_from_dict(SCALAR | settings)
     assert noise_variance(mechanism) == pytest.approx((12 / 5) ** 2, rel=1e-5)
 
@@ -225,15 +225,16 @@ def test_long_vectors_are_looked_at_in_part(monkeypatch):
 
 CORRELATED = {
     "sampling": "fixed_batches",
-    "noise_correlation": "banded",
-    "noise_bands": 3,
+    "correlated_noise.kind": "banded",
+    "correlated_noise.bands": 3,
     "max_steps": 10,
     "clip": 0.01,
 }
 
 
 @pytest.mark.parametrize(
-    "settings", [{"method": "dp-adamw"}, {"hold_direction_for": 4, "num_directions": 2}]
+    "settings",
+    [{"method": "dp-adamw"}, {"correlated_noise.hold_direction_for": 4, "num_directions": 2}],
 )
 def test_runs_with_correlated_noise_use_its_covariance(tmp_path, settings):
     """Of a tiny clip the mean gradient is far below the noise: within 4 deviations of 0."""

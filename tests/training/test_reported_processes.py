@@ -15,11 +15,12 @@ from hf_dpzero import PrivacyReport
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.verification import report_of
 
-SECRET = {"insecure_noise_seed": None, "sampler_key": None, "microbatch_size": 1}
+SECRET = {"testing.insecure_noise_seed": None, "testing.sampler_key": None, "microbatch_size": 1}
 RUNS = {
     "rows": {},
     "directions": {
-        "num_directions": 2, "direction_parallel_size": 2, "perturbation_strategy": "whole_model",
+        "num_directions": 2, "performance.direction_parallel_size": 2,
+        "performance.perturbation_strategy": "whole_model",
     },
     "parts": {"fsdp": True, "fsdp_config": {"version": 2}},  # last: Accelerate keeps its plugin
 }  # fmt: skip

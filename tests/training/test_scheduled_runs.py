@@ -16,8 +16,8 @@ from hf_dpzero.settings.schedules import factors_of
 PRIVATE = {
     "noise_multiplier": None,
     "target_epsilon": 6.0,
-    "insecure_noise_seed": None,
-    "sampler_key": None,
+    "testing.insecure_noise_seed": None,
+    "testing.sampler_key": None,
 }
 
 
@@ -40,7 +40,7 @@ class Recorded(InsecureSeededNoise):
 def test_every_private_method_takes_its_noise_from_the_plan_of_the_step(method, tmp_path):
     if method.startswith("dp-"):
         pytest.importorskip("opacus")
-    trainer = build(tmp_path, method=method, noise_schedule="exp(gamma=0.5)", **PRIVATE)
+    trainer = build(tmp_path, method=method, schedules={"noise": "exp(gamma=0.5)"}, **PRIVATE)
     seen = []
     original = type(trainer.plan.mechanism)
 
@@ -64,7 +64,7 @@ def test_every_private_method_takes_its_noise_from_the_plan_of_the_step(method, 
 
 def test_the_draws_have_the_scales_of_the_schedule(tmp_path):
     noise = Recorded()
-    settings = {"noise_schedule": "3,2,2,1,1,1", "clip_schedule": "linear(0.5)"}
+    settings = {"schedules.noise": "3,2,2,1,1,1", "schedules.clip": "linear(0.5)"}
     trainer = build(tmp_path, clipping="fixed", trainer_settings={"noise": noise}, **settings)
     trainer.train()
     levels = [3, 2, 2, 1, 1, 1]
@@ -74,7 +74,7 @@ def test_the_draws_have_the_scales_of_the_schedule(tmp_path):
 
 
 def test_adaptive_clips_and_schedules_go_through_one_door(tmp_path):
-    settings = {"clipping": "adaptive", "clip": 5.0, "noise_schedule": "exp(gamma=0.5)"}
+    settings = {"clipping": "adaptive", "clip": 5.0, "schedules.noise": "exp(gamma=0.5)"}
     trainer = build(tmp_path, **settings, **PRIVATE)
     trainer.train()
     assert trainer.privacy_report().private
@@ -89,7 +89,7 @@ def test_adaptive_clips_and_schedules_go_through_one_door(tmp_path):
 
 def test_smoothing_is_scheduled_and_costs_nothing(tmp_path):
     sizes = []
-    trainer = build(tmp_path, smoothing=1e-2, smoothing_schedule="exp(0.1)", **PRIVATE)
+    trainer = build(tmp_path, smoothing=1e-2, schedules={"smoothing": "exp(0.1)"}, **PRIVATE)
 
     from hf_dpzero.estimators.finite_differences import FiniteDifferences
 
@@ -112,8 +112,8 @@ def test_smoothing_is_scheduled_and_costs_nothing(tmp_path):
 
 def test_killed_resumed_and_replayed_bit_for_bit(tmp_path):
     settings = {
-        "noise_schedule": "momentum(kappa=5, beta=0.5)",
-        "clip_schedule": "exp(0.5)",
+        "schedules.noise": "momentum(kappa=5, beta=0.5)",
+        "schedules.clip": "exp(0.5)",
         "clipping": "fixed",
         "save_strategy": "steps",
         "save_steps": 3,
@@ -133,8 +133,8 @@ def test_killed_resumed_and_replayed_bit_for_bit(tmp_path):
 
 def test_another_schedule_cannot_resume(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 3}
-    build(tmp_path, noise_schedule="exp(gamma=0.5)", **settings).train()
-    other = build(tmp_path, noise_schedule="exp(gamma=0.9)", **settings)
+    build(tmp_path, schedules={"noise": "exp(gamma=0.5)"}, **settings).train()
+    other = build(tmp_path, schedules={"noise": "exp(gamma=0.9)"}, **settings)
     with pytest.raises(ValueError, match="noise_schedule"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
@@ -148,7 +148,7 @@ def test_a_run_stopped_early_reports_its_own_steps(tmp_path):
 
     trainer = build(
         tmp_path,
-        noise_schedule="exp(gamma=0.5)",
+        schedules={"noise": "exp(gamma=0.5)"},
         trainer_settings={"callbacks": [Stop()]},
         **PRIVATE,
     )
@@ -161,7 +161,7 @@ def test_a_run_stopped_early_reports_its_own_steps(tmp_path):
 
 def test_a_schedule_that_loses_is_warned_of(tmp_path, caplog):
     settings = {**PRIVATE, "target_epsilon": 1.0, "expected_batch_size": 2, "max_steps": 40}
-    trainer = build(tmp_path, noise_schedule="exp(gamma=0.8)", **settings)
+    trainer = build(tmp_path, schedules={"noise": "exp(gamma=0.8)"}, **settings)
     with caplog.at_level("WARNING", logger="hf_dpzero"):
         trainer.train()
     assert "which is more, at sampling probability 0.0167" in caplog.text
@@ -190,7 +190,7 @@ def test_a_schedule_that_loses_is_warned_of(tmp_path, caplog):
     ],
 )
 def test_settings_name_schedules(text, expected, tmp_path):
-    plan = config(tmp_path, noise_schedule=text, warmup_steps=2).plan(120)
+    plan = config(tmp_path, schedules={"noise": text}, warmup_steps=2).plan(120)
     assert plan.noise_schedule == expected
 
 
@@ -199,35 +199,35 @@ def test_files_hold_schedules(name, tmp_path):
     text = {"json": "[6,5,4,3,2,1]", "csv": "6,5,4\n3,2,1\n", "txt": "6\n5\n4\n3\n2\n1\n"}
     kind = name.partition(".")[2]
     (tmp_path / name).write_text(text.get(kind, "- 6\n- 5\n- 4\n- 3\n- 2\n- 1\n"))
-    plan = config(tmp_path, noise_schedule=str(tmp_path / name)).plan(120)
+    plan = config(tmp_path, schedules={"noise": str(tmp_path / name)}).plan(120)
     assert plan.noise_schedule == Given(levels=(6.0, 5.0, 4.0, 3.0, 2.0, 1.0))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"noise_schedule": "expo(0.9)"}, "'expo' is unknown; use one of exp"),
-        ({"noise_schedule": "exp"}, "needs gamma"),
-        ({"noise_schedule": "exp(gamma=2)"}, r"gamma=2.0 must be in \(0, 1\]"),
-        ({"noise_schedule": "exp(gamma=x)"}, "is no number"),
-        ({"noise_schedule": "gd(kappa=1)"}, "kappa=1.0: a condition number above 1"),
-        ({"noise_schedule": "exp(gamma=0.9, kappa=10)"}, "both kappa and gamma"),
-        ({"noise_schedule": "1,2,3"}, "3 levels for 6 steps"),
-        ({"noise_schedule": "1,2,3,4,5,-6"}, "entry 5 is -6.0"),
-        ({"noise_schedule": "1,2,3,4,5,inf"}, "entry 5 is inf"),
-        ({"noise_schedule": "1,2,three"}, "is no schedule"),
-        ({"noise_schedule": "nowhere.json"}, "cannot be read"),
+        ({"schedules.noise": "expo(0.9)"}, "'expo' is unknown; use one of exp"),
+        ({"schedules.noise": "exp"}, "needs gamma"),
+        ({"schedules.noise": "exp(gamma=2)"}, r"gamma=2.0 must be in \(0, 1\]"),
+        ({"schedules.noise": "exp(gamma=x)"}, "is no number"),
+        ({"schedules.noise": "gd(kappa=1)"}, "kappa=1.0: a condition number above 1"),
+        ({"schedules.noise": "exp(gamma=0.9, kappa=10)"}, "both kappa and gamma"),
+        ({"schedules.noise": "1,2,3"}, "3 levels for 6 steps"),
+        ({"schedules.noise": "1,2,3,4,5,-6"}, "entry 5 is -6.0"),
+        ({"schedules.noise": "1,2,3,4,5,inf"}, "entry 5 is inf"),
+        ({"schedules.noise": "1,2,three"}, "is no schedule"),
+        ({"schedules.noise": "nowhere.json"}, "cannot be read"),
         (
-            {"noise_schedule": "exp(0.9)", "method": "mezo", "noise_multiplier": None},
+            {"schedules.noise": "exp(0.9)", "method": "mezo", "noise_multiplier": None},
             "noise_schedule",
         ),
         (
-            {"noise_schedule": "learning_rate(0.9)", "lr_scheduler_type": "polynomial"},
+            {"schedules.noise": "learning_rate(0.9)", "lr_scheduler_type": "polynomial"},
             "list or file",
         ),
-        ({"clip_schedule": "linear(0)"}, "clip_schedule='linear\\(0\\)'"),
-        ({"clip_schedule": "linear(0.5)", "clipping": "adaptive"}, "follows the releases already"),
-        ({"smoothing_schedule": "exp(2)"}, "raises the smoothing"),
+        ({"schedules.clip": "linear(0)"}, "schedules.clip='linear\\(0\\)'"),
+        ({"schedules.clip": "linear(0.5)", "clipping": "adaptive"}, "follows the releases already"),
+        ({"schedules.smoothing": "exp(2)"}, "raises the smoothing"),
     ],
 )
 def test_bad_settings_are_one_clear_line(settings, message, tmp_path):
@@ -239,7 +239,14 @@ def test_the_plan_shows_schedule_gain_and_what_is_spent_when(capsys):
     from hf_dpzero.cli import main
 
     words = "--num_examples 1000 --sampling full_batch --max_steps 100 --target_epsilon 2 --json"
-    command = ["plan", *words.split(), "--target_delta", "1e-5", "--noise_schedule", "gd(kappa=20)"]
+    command = [
+        "plan",
+        *words.split(),
+        "--target_delta",
+        "1e-5",
+        "--schedules",
+        '{"noise": "gd(kappa=20)"}',
+    ]
     assert main.main(command) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["gain_against_uniform"] == pytest.approx(1.496, rel=0.003)

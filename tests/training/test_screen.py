@@ -20,7 +20,7 @@ from transformers.utils import logging as hf_logging
 from hf_dpzero import DPZeroConfig
 from hf_dpzero.training import progress
 
-SECRET: dict[str, Any] = {"sampler_key": None, "insecure_noise_seed": None}
+SECRET: dict[str, Any] = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
 
 
 @pytest.fixture(autouse=True)

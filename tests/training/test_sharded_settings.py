@@ -41,8 +41,8 @@ def test_a_trainer_cuts_by_itself_and_gathers_weights_as_they_are(tmp_path):
         ),
         ({"cpu_offload": True}, {}, "fsdp_offload_params .* set it to false"),
         ({}, {"method": "dp-sgd"}, "method='dp-sgd' under FSDP.*use method='dpzero'"),
-        ({}, {"perturbation_strategy": "layerwise"}, "use 'whole_model'"),
-        ({}, {"perturbation_strategy": "stacked"}, "use 'whole_model'"),
+        ({}, {"performance.perturbation_strategy": "layerwise"}, "use 'whole_model'"),
+        ({}, {"performance.perturbation_strategy": "stacked"}, "use 'whole_model'"),
         ({}, {"accelerator_config": {"even_batches": False}}, "wait for ever; leave it at True"),
     ],
 )

@@ -33,8 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dp-adamw": {"method": "dp-adamw", "clip": 0.5},
     "correlated": {
         "sampling": "fixed_batches",
-        "noise_correlation": "optimized",
-        "hold_direction_for": 2,
+        "correlated_noise.kind": "optimized",
+        "correlated_noise.hold_direction_for": 2,
     },
 }
 PLACES = (
@@ -332,8 +332,9 @@ def test_runs_that_cannot_go_on_say_so(tmp_path: Path) -> None:
         "where", ["few" if row % 5 == 0 else "many" for row in range(120)]
     )
     settings = settings_of(
-        "dpzero", data=data, group_column="where", group_shares={"few": 0.2, "many": 0.8},
-        microbatch_size=1, sampling="fixed_batches", group_weights="prefix_sum",
+        "dpzero", data=data,
+        group_robust={"column": "where", "shares": {"few": 0.2, "many": 0.8}, "weights": "prefix_sum"},
+        microbatch_size=1, sampling="fixed_batches",
     )  # fmt: skip
     status, said, _ = stopped(tmp_path, settings, Signal("on_step_begin", 2))
     assert status == 143 and "cannot go on" in said and "exactly" not in said

@@ -113,11 +113,17 @@ def test_directions_are_split_where_rows_do_not_fill_the_processes():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"direction_parallel_size": 2, "world_size": 3}, "divisor of the number of processes"),
-        ({"direction_parallel_size": 4, "world_size": 4}, "at most num_directions"),
-        ({"direction_parallel_size": 2, "first_order": True}, "no directions"),
-        ({"direction_parallel_size": 2, "clipping": "averaged"}, "groups go to processes"),
-        ({"direction_parallel_size": 2, "shards": True}, "under FSDP"),
+        (
+            {"performance.direction_parallel_size": 2, "world_size": 3},
+            "divisor of the number of processes",
+        ),
+        ({"performance.direction_parallel_size": 4, "world_size": 4}, "at most num_directions"),
+        ({"performance.direction_parallel_size": 2, "first_order": True}, "no directions"),
+        (
+            {"performance.direction_parallel_size": 2, "clipping": "averaged"},
+            "groups go to processes",
+        ),
+        ({"performance.direction_parallel_size": 2, "shards": True}, "under FSDP"),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(settings, words):

@@ -104,7 +104,10 @@ def test_same_everything_gives_same_weights_and_microbatching_does_not_matter(tm
 
 
 def test_same_direction_key_different_noise(tmp_path):
-    runs = [build(tmp_path / str(i), insecure_noise_seed=None, max_steps=2) for i in range(2)]
+    runs = [
+        build(tmp_path / str(i), testing={"insecure_noise_seed": None}, max_steps=2)
+        for i in range(2)
+    ]
     for trainer in runs:
         assert isinstance(trainer.noise, SecureNoise)
         trainer.train()
@@ -199,7 +202,9 @@ def test_interrupt_inside_a_forward_leaves_settled_weights(tmp_path):
         return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
 
     trainer = build(
-        tmp_path, trainer_settings={"compute_per_example_loss": loss}, reuse_frozen_prefix=False
+        tmp_path,
+        trainer_settings={"compute_per_example_loss": loss},
+        performance={"reuse_frozen_prefix": False},
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -251,7 +256,10 @@ def test_only_released_values_are_logged(tmp_path):
 
 
 def test_private_diagnostics_are_opt_in_and_reported(tmp_path):
-    trainer = build(tmp_path, log_private_diagnostics=True, insecure_noise_seed=None)
+    trainer = build(
+        tmp_path,
+        testing={"log_private_diagnostics": True, "insecure_noise_seed": None},
+    )
     trainer.train()
     assert any("private_clip_fraction" in row for row in trainer.state.log_history)
     report = trainer.privacy_report()
@@ -266,10 +274,10 @@ class _Switches(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step in self.steps:
-            args.log_private_diagnostics = not args.log_private_diagnostics
+            args.testing.log_private_diagnostics = not args.testing.log_private_diagnostics
 
 
-SECRET = {"insecure_noise_seed": None, "sampler_key": None}
+SECRET = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -279,21 +287,26 @@ def test_diagnostics_are_what_the_ledger_says_however_a_callback_switches_them(
 ):
     """On for steps 2 and 3 of six, or off there: the report at the end cannot tell by the settings."""
     hf_logging.get_logger("hf_dpzero").warning_once.__func__.cache_clear()
-    given = {"method": method, "logging_steps": 1, "log_private_diagnostics": on, **SECRET}
+    given = {"method": method, "logging_steps": 1, "testing.log_private_diagnostics": on, **SECRET}
     trainer = build(tmp_path, trainer_settings={"callbacks": [_Switches(2, 4)]}, **given)
     trainer.train()
     shown = [any("private_" in key for key in row) for row in trainer.state.log_history]
     assert shown[:6] == [on] * 6
     assert trainer.privacy_report().private is not on
     assert "log_private_diagnostics was changed" in caplog.text
-    trainer.args.log_private_diagnostics = not on
+    trainer.args.testing.log_private_diagnostics = not on
     assert trainer.privacy_report().log_private_diagnostics is on
 
 
 def test_a_resumed_run_cannot_hide_that_diagnostics_were_logged(tmp_path):
     given = {"save_strategy": "steps", "save_steps": 2, **SECRET}
     stopped = {"callbacks": [_StopAt(4)]}
-    build(tmp_path, trainer_settings=stopped, log_private_diagnostics=True, **given).train()
+    build(
+        tmp_path,
+        trainer_settings=stopped,
+        testing={"log_private_diagnostics": True},
+        **given,
+    ).train()
     with pytest.raises(LedgerError, match="log_private_diagnostics: true -> false"):
         build(tmp_path, **given).train(resume_from_checkpoint=True)
 
@@ -301,7 +314,7 @@ def test_a_resumed_run_cannot_hide_that_diagnostics_were_logged(tmp_path):
 def test_a_diagnostic_is_logged_with_its_own_step_only(tmp_path):
     """The third step is replayed from the ledger, without any row."""
     saved = {"save_strategy": "steps", "save_steps": 2}
-    given = {"logging_steps": 1, "log_private_diagnostics": True, **saved, **SECRET}
+    given = {"logging_steps": 1, "testing.log_private_diagnostics": True, **saved, **SECRET}
     trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(3)]}, **given)
     trainer.train()
     trainer.remove_callback(_StopAt)
@@ -311,7 +324,7 @@ def test_a_diagnostic_is_logged_with_its_own_step_only(tmp_path):
 
 
 def test_report_states_what_was_spent(tmp_path):
-    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    secret = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
     trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(3)]}, **secret)
     trainer.train()
     report = trainer.privacy_report()
@@ -322,9 +335,9 @@ def test_report_states_what_was_spent(tmp_path):
 
 
 def test_insecure_noise_and_mezo_are_not_private(tmp_path):
-    insecure = build(tmp_path / "a", sampler_key=None)
-    known_batches = build(tmp_path / "b", insecure_noise_seed=None)
-    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    insecure = build(tmp_path / "a", testing={"sampler_key": None})
+    known_batches = build(tmp_path / "b", testing={"insecure_noise_seed": None})
+    secret = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
     mezo = build(tmp_path / "c", method="mezo", noise_multiplier=None, **secret)
     for trainer in (insecure, known_batches, mezo):
         assert not trainer.privacy_report().private
@@ -447,7 +460,11 @@ def test_half_precision_layer_norms_at_one_are_trained(tmp_path):
     """In bfloat16 the neighbours of 1 are 2^-7 away: rounded to nearest, 1e-3 would do nothing."""
     model = tiny_model().bfloat16()
     assert bool((model.bert.embeddings.LayerNorm.weight == 1).all())
-    settings = {"max_steps": 12, "learning_rate": 4e-3, "perturbation_strategy": "layerwise"}
+    settings = {
+        "max_steps": 12,
+        "learning_rate": 4e-3,
+        "performance.perturbation_strategy": "layerwise",
+    }
     trainer = build(tmp_path, model, expected_batch_size=4, **settings)
     trainer.train()
     assert bool((model.bert.embeddings.LayerNorm.weight != 1).any())
@@ -463,9 +480,9 @@ def test_a_resume_with_another_plan_is_refused(tmp_path):
         {"clip": 6.0},
         {"noise_multiplier": 2.0},
         {"smoothing": 2e-3},
-        {"insecure_noise_seed": None},
-        {"sampler_key": None},
-        {"log_private_diagnostics": True},
+        {"testing.insecure_noise_seed": None},
+        {"testing.sampler_key": None},
+        {"testing.log_private_diagnostics": True},
     ):
         with pytest.raises(LedgerError, match="continues only"):
             build(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
@@ -544,17 +561,17 @@ def test_perturbations_follow_a_replaced_storage():
 
 
 def test_the_report_is_the_ledgers_whatever_the_arguments_say_since(tmp_path):
-    trainer = build(tmp_path, insecure_noise_seed=None)
+    trainer = build(tmp_path, testing={"insecure_noise_seed": None})
     trainer.train()
     before = trainer.privacy_report()
-    assert not before.private and "sampler_key" in trainer.args.to_dict()
-    trainer.args.sampler_key, trainer.args.rows_are = None, "text"
-    trainer.args.log_private_diagnostics, trainer.args.target_epsilon = True, 0.1
+    assert not before.private and trainer.args.to_dict()["testing"]["sampler_key"]
+    trainer.args.testing.sampler_key, trainer.args.rows_are = None, "text"
+    trainer.args.testing.log_private_diagnostics, trainer.args.target_epsilon = True, 0.1
     assert trainer.privacy_report() == before
 
 
 def test_resuming_with_the_same_trainer_reports_every_step(tmp_path):
-    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    secret = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
     settings = {"save_strategy": "steps", "save_steps": 2, **secret}
     trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(2)]}, **settings)
     trainer.train()
@@ -667,7 +684,12 @@ def test_changed_buffers_are_not_saved(tmp_path):
         return original(*args, **kwargs)
 
     model.forward = forward
-    trainer = build(tmp_path, model, reuse_frozen_prefix=False, remove_unused_columns=False)
+    trainer = build(
+        tmp_path,
+        model,
+        performance={"reuse_frozen_prefix": False},
+        remove_unused_columns=False,
+    )
     with pytest.raises(ValueError, match="changed seen"):
         trainer.train()
     assert not (tmp_path / "model.safetensors").exists()
@@ -748,7 +770,7 @@ def test_a_causal_language_model_with_the_stock_collator(tmp_path):
 
 
 def test_laplace_noise_gives_a_pure_epsilon(tmp_path):
-    secret = {"insecure_noise_seed": None, "sampler_key": None}
+    secret = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
     trainer = build(
         tmp_path, noise_distribution="laplace", target_delta=0.0, num_directions=3, **secret
     )
@@ -787,7 +809,7 @@ def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
             later.extend([1] * (state.global_step >= 3))
 
     model.bert.forward = writing
-    trainer = build(tmp_path, model, max_steps=60, reuse_frozen_prefix=False)
+    trainer = build(tmp_path, model, max_steps=60, performance={"reuse_frozen_prefix": False})
     trainer.add_callback(AfterThreeSteps())
     with pytest.raises(ParameterChanged, match="LayerNorm.weight was written to"):
         trainer.train()
@@ -797,7 +819,7 @@ def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
 
 def test_a_strategy_that_is_gone_is_refused_like_any_unknown_one(tmp_path):
     with pytest.raises(ValueError, match="perturbation_strategy='paired' is not one of auto,"):
-        build(tmp_path, perturbation_strategy="paired")
+        build(tmp_path, performance={"perturbation_strategy": "paired"})
 
 
 def test_a_row_whose_loss_is_nan_changes_neither_strategy_nor_prefix(tmp_path, caplog):

@@ -14,14 +14,14 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
 
-ADAPTIVE = {"clipping": "adaptive", "clip_count_noise": 3.0}
+ADAPTIVE = {"clipping": "adaptive", "clipping_config.count_noise": 3.0}
 VARIANTS = {
     "adaptive": ADAPTIVE,
     "adaptive-K": {**ADAPTIVE, "num_directions": 3},
     "momentum": {"update_rule": "momentum", "update_window": 3},
     "momentum-K": {"update_rule": "momentum", "num_directions": 2},
     "momentum-adaptive": {"update_rule": "momentum", **ADAPTIVE},
-    "stacked": {"perturbation_strategy": "stacked", "num_directions": 4},
+    "stacked": {"performance.perturbation_strategy": "stacked", "num_directions": 4},
 }
 
 
@@ -82,7 +82,8 @@ def test_dpgd_0th_with_k_directions_clips_the_vector(tmp_path):
 def test_an_adaptive_clip_follows_the_quantile(tmp_path):
     """The clip starts far too small and ends near the median of |x|."""
     trainer = build(
-        tmp_path, clipping="adaptive", clip=0.03, clip_learning_rate=1.0, clip_count_noise=1.0,
+        tmp_path, clipping="adaptive", clip=0.03,
+        clipping_config={"learning_rate": 1.0, "count_noise": 1.0},
         noise_multiplier=0.25, max_steps=16, learning_rate=0.0, expected_batch_size=60,
         microbatch_size=120,
     )  # fmt: skip
@@ -118,7 +119,7 @@ def test_the_epsilon_of_adaptive_clipping_covers_both_releases(tmp_path):
         ({"update_rule": "momentum", "momentum": 1.5}, "momentum"),
         ({"update_rule": "kalman"}, "update_rule='kalman' is not one of sgd, momentum"),
         ({"method": "dpgd-0th", "update_rule": "momentum"}, "released scalars"),
-        ({"clipping": "adaptive", "clip_count_noise": 0.1}, "clip_count_noise"),
+        ({"clipping": "adaptive", "clipping_config.count_noise": 0.1}, "clip_count_noise"),
         ({"clipping": "adaptive", "noise_distribution": "laplace"}, "gaussian"),
     ],
 )

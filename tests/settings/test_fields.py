@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ from hf_dpzero.objectives.heads import masked_lm_objective, own_loss_objective, 
 from hf_dpzero.objectives.losses import classification_losses, token_losses
 from hf_dpzero.settings import hf_arguments as fields
 from hf_dpzero.settings.hf_arguments import FIELDS, NAMES, OTHER, REFUSED, UNUSED, WORKS, use_of
-from hf_dpzero.settings.method_names import METHODS, NOT_PRIVATE
+from hf_dpzero.settings.nested import METHODS, NESTED, NOT_PRIVATE
+from hf_dpzero.settings.setting import settings_of
 from scripts.training_arguments import PAGE, page
 
 ONLY_OLDER = {"warmup_ratio", "logging_dir"}
@@ -51,7 +53,7 @@ WITH = {
 NOT_THERE = set(FIELDS) - set(NAMES)
 
 
-def settings_of(name: str, method: str) -> dict:
+def one_changed(name: str, method: str) -> dict:
     """A configuration's settings with one field changed."""
     noise = {"noise_multiplier": None, "target_delta": None} if method in NOT_PRIVATE else {}
     value = CHANGED.get(name, not fields._DEFAULTS.get(name))
@@ -76,8 +78,12 @@ def test_every_field_is_classed_and_no_other():
     assert len(installed) > 100 and installed - FIELDS.keys() == set()
     assert NOT_THERE <= ONLY_OLDER | ONLY_NEWER
     own = {f.name for f in dataclasses.fields(DPZeroConfig)} - installed
-    named = {name for names, *_ in fields.NEEDS for name in names.split()}
-    assert named <= own and not own & FIELDS.keys()
+    assert len(own) > 25 and not own & FIELDS.keys()
+    kinds = (DPZeroConfig, *NESTED.values())
+    needs = {described.needs for kind in kinds for _, described in settings_of(kind)} - {None}
+    made = config("unused")
+    assert len(needs) > 8
+    assert all(isinstance(operator.attrgetter(setting)(made), str) for setting, _ in needs)
 
 
 def test_what_the_tables_say_is_complete():
@@ -92,7 +98,7 @@ def test_what_the_tables_say_is_complete():
 @pytest.mark.parametrize(("name", "method"), of_kind(REFUSED))
 def test_refused_fields_are_refused(tmp_path, name, method):
     with pytest.raises(ValueError, match=f"^{name}="):
-        config(tmp_path, **settings_of(name, method))
+        config(tmp_path, **one_changed(name, method))
 
 
 def test_fields_that_need_a_push_are_refused_with_one(tmp_path):
@@ -106,10 +112,11 @@ def test_fields_without_effect_are_named(kind):
     listed = of_kind(kind)
     assert len(listed) > 50
     defaults = {f.name: f.default for f in dataclasses.fields(DPZeroConfig)}
+    nested = {name: kind() for name, kind in NESTED.items()}
     for method in METHODS:
         names = [name for name, m in listed if m == method]
         changed = {name: CHANGED.get(name, not fields._DEFAULTS.get(name)) for name in names}
-        values = {**defaults, **fields._DEFAULTS, **changed, "method": method}
+        values = {**defaults, **nested, **fields._DEFAULTS, **changed, "method": method}
         text = fields.warning(_config_of(values))
         assert all(f"{name}={value!r}" in text for name, value in changed.items()), text
         assert text.count(f"no effect in a {method} run") == (kind == UNUSED)
@@ -124,11 +131,13 @@ def _config_of(values: dict) -> DPZeroConfig:
 
 def test_the_warning_is_one_line_of_the_log(tmp_path, caplog):
     logging.logging.Logger.warning_once.cache_clear()
-    config(tmp_path, optim="adafactor", dataloader_drop_last=True, clip_quantile=0.3)
+    config(
+        tmp_path, optim="adafactor", dataloader_drop_last=True, clipping_config={"quantile": 0.3}
+    )
     said = [record.getMessage() for record in caplog.records if record.name.startswith("hf_dpzero")]
     assert said == [
         "no effect in a dpzero run: optim='adafactor' (update_rule says what is made of the released "
-        "numbers), clip_quantile=0.3 (it is for clipping='adaptive'); another meaning: "
+        "numbers), clipping_config.quantile=0.3 (it is for clipping='adaptive'); another meaning: "
         "dataloader_drop_last=True (in evaluation only: training has a data loader of its own)"
     ]
 

@@ -16,11 +16,15 @@ from transformers.utils import logging
 from hf_dpzero import DPZeroTrainer
 
 OF_ANOTHER_KIND = [
-    *[(name, "false") for name in ("log_private_diagnostics", "base_is_public")],
-    *[(name, value) for name in ("reuse_frozen_prefix", "defer_updates") for value in ("no", None)],
+    *[(name, "false") for name in ("testing.log_private_diagnostics", "base_is_public")],
+    *[
+        (name, value)
+        for name in ("performance.reuse_frozen_prefix", "performance.defer_updates")
+        for value in ("no", None)
+    ],
     *[("seed", value) for value in ("a", 1.5, None, -1, 1 << 32, True)],
-    *[("direction_key", value) for value in ("a", 1.5, -1, 1 << 128)],
-    *[("insecure_noise_seed", value) for value in ("x", -1)],
+    *[("testing.direction_key", value) for value in ("a", 1.5, -1, 1 << 128)],
+    *[("testing.insecure_noise_seed", value) for value in ("x", -1)],
     *[("trainable", value) for value in (["classifier"], 3, "")],
     *[("extends_run", value) for value in (3, "")],
     ("output_dir", 5),
@@ -44,7 +48,7 @@ def test_values_of_another_kind_are_refused(tmp_path, name, value):
 @pytest.mark.parametrize("key", ["zz", KEY[1:], 5])
 def test_a_sampler_key_is_refused_and_not_shown(tmp_path, key):
     with pytest.raises(ValueError, match="sampler_key must be 64 hex digits") as refusal:
-        config(tmp_path, sampler_key=key)
+        config(tmp_path, testing={"sampler_key": key})
     assert str(key) not in str(refusal.value).replace("64", "")
 
 

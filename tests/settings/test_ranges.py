@@ -9,7 +9,10 @@ from tiny_runs import config
 from transformers.utils import logging
 
 from hf_dpzero.privacy.accounting import MAX_PLD_STEPS
-from hf_dpzero.settings.ranges import RANGES
+from hf_dpzero.settings.config import DPZeroConfig
+from hf_dpzero.settings.hf_arguments import RANGES
+from hf_dpzero.settings.nested import NESTED
+from hf_dpzero.settings.setting import Allowed, settings_of
 
 NAN, INF = math.nan, math.inf
 BAD = {
@@ -19,24 +22,24 @@ BAD = {
     "warmup_steps": (-1, 1.5, NAN, 7, 1e9),
     "smoothing": (0.0, -1e-3, 1e30, NAN, INF),
     "clip": (0.0, -1.0, NAN, INF),
-    "clip_quantile": (0.0, 1.0, NAN),
-    "clip_learning_rate": (-0.1, 11, NAN),
-    "clip_count_noise": (0.0, -1.0, INF),
-    "clip_stability": (0.0, NAN),
-    "clip_groups": (0, 1.5),
+    "clipping_config.quantile": (0.0, 1.0, NAN),
+    "clipping_config.learning_rate": (-0.1, 11, NAN),
+    "clipping_config.count_noise": (0.0, -1.0, INF),
+    "clipping_config.stability": (0.0, NAN),
+    "clipping_config.groups": (0, 1.5),
     "expected_batch_size": (0, -1, NAN, INF),
     "noise_multiplier": (-1.0, NAN, INF),
     "num_directions": (0, 1.5, INF, NAN, 10**8),
     "microbatch_size": (0, -1, 1.5),
-    "direction_parallel_size": (0, -1, 1.5),
+    "performance.direction_parallel_size": (0, -1, 1.5),
     "max_length": (0, -1, 1.5),
     "max_batch_size": (0, 1.5),
-    "noise_bands": (0, 1.5),
-    "hold_direction_for": (0, -1, 1.5),
-    "group_loss_bound": (0.0, -1.0, NAN, INF),
-    "group_rate": (0.0, -1.0, NAN),
-    "group_budget": (0.0, 1.0, NAN),
-    "group_draws": (0, 1.5),
+    "correlated_noise.bands": (0, 1.5),
+    "correlated_noise.hold_direction_for": (0, -1, 1.5),
+    "group_robust.loss_bound": (0.0, -1.0, NAN, INF),
+    "group_robust.rate": (0.0, -1.0, NAN),
+    "group_robust.budget": (0.0, 1.0, NAN),
+    "group_robust.draws": (0, 1.5),
     "per_device_train_batch_size": (0,),
     "per_device_eval_batch_size": (0,),
     "max_grad_norm": (-1.0, NAN),
@@ -64,7 +67,16 @@ def test_numbers_out_of_range_are_refused(tmp_path, name, value):
 
 
 def test_every_range_is_tried():
-    assert RANGES.keys() - BAD.keys() == {"target_epsilon"}  # instead of noise_multiplier:
+    parts = {"": DPZeroConfig, **{f"{name}.": kind for name, kind in NESTED.items()}}
+    own = {
+        prefix + field.name
+        for prefix, kind in parts.items()
+        for field, described in settings_of(kind)
+        if isinstance(described.allowed, Allowed) and described.allowed.kind in (int, float)
+    }
+    seeds = {"seed", "testing.direction_key", "testing.insecure_noise_seed"}
+    inherited = {name for name, allowed in RANGES.items() if allowed.kind in (int, float)}
+    assert (own | inherited) - BAD.keys() - seeds == {"target_epsilon"}  # beside noise_multiplier
     for value in (0.0, -1.0, NAN, INF):
         with pytest.raises(ValueError, match="target_epsilon="):
             config("unused", noise_multiplier=None, target_epsilon=value)

@@ -1,0 +1,157 @@
+"""A field that knows its range, its use and its cost; checks, messages and docs read them here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from hf_dpzero.values import nearest
+
+NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Values that a setting may have.
+
+    Attributes:
+      words: what follows on "must be" in an error.
+      holds: of the value, once it is of `kind`; NaN fails every comparison.
+      kind: float and int stand for any real number, which an int setting keeps as an int.
+      secret: an error does not show the value.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    kind: type = float
+    secret: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Refuses a value of another kind or out of range: what, the value, what it must be."""
+        kinds = {float: Real, int: Real}.get(self.kind, self.kind)
+        # True is a number to Python, and would be taken for 1.
+        fits = isinstance(value, kinds) and (self.kind is bool or not isinstance(value, bool))
+        if fits and self.holds(value):
+            return
+        shown = "" if self.secret else f"={value!r}"
+        raise ValueError(f"{name}{shown} must be {self.words}.")
+
+
+def _is_count(x: Any) -> bool:
+    return 1 <= x < math.inf and x == int(x)
+
+
+POSITIVE = Allowed("a finite number above 0", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = Allowed("a finite number of at least 0", lambda x: 0 <= x < math.inf)
+SHARE = Allowed("a number in (0, 1)", lambda x: 0 < x < 1)
+BELOW_ONE = Allowed("a number in [0, 1)", lambda x: 0 <= x < 1)
+COUNT = Allowed("an integer of at least 1", _is_count, int)
+TRUTH = Allowed("True or False", lambda x: True, bool)
+TEXT = Allowed("a text, or left out", bool, str)
+HEX_KEY = Allowed(
+    "64 hex digits; leave it out for a secret one",
+    lambda x: re.fullmatch("[0-9a-fA-F]{64}", x) is not None, str, secret=True,
+)  # fmt: skip
+
+
+def _bits(number: int) -> Allowed:
+    return Allowed(
+        f"an integer of at least 0, below 2^{number}",
+        lambda x: isinstance(x, Integral) and 0 <= int(x) < 1 << number,
+    )
+
+
+BITS_128, BITS_32 = _bits(128), _bits(32)
+PATH = Allowed(
+    "a text, or left out",
+    lambda x: isinstance(x, str | os.PathLike) and bool(str(x)), object,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the metadata of a field says.
+
+    Attributes:
+      text: what it is for.
+      allowed: a range, or the words to choose from; None: text or a mapping that is read elsewhere.
+      needs: the setting without which this one has no effect, and its values where it has one.
+      privacy: its cost: budget, noise at the same epsilon, or what is published.
+      time: and memory.
+      none: what None stands for, where that is the default.
+      unit: of a number; "" if it has none.
+    """
+
+    text: str
+    allowed: Allowed | tuple[str, ...] | None = None
+    needs: tuple[str, tuple[str, ...]] | None = None
+    privacy: str = NOTHING
+    time: str = NOTHING
+    none: str = ""
+    unit: str = ""
+
+
+class _Help(str):
+    """Help on a command line that carries its `Setting`.
+
+    Beside the help there is no place: HfArgumentParser hands all metadata of a field to argparse.
+    """
+
+    setting: Setting
+
+
+def setting(
+    default: Any,
+    text: str,
+    allowed: Allowed | tuple[str, ...] | None = None,
+    **metadata: Any,
+) -> Any:
+    """Returns a dataclass field with this default; the rest is its `Setting`, and `text` its help."""
+    words = f" ({allowed.words})" if isinstance(allowed, Allowed) else ""
+    described = _Help(text + words)
+    described.setting = Setting(text, allowed, **metadata)
+    return dataclasses.field(default=default, metadata={"help": described})
+
+
+def settings_of(kind: Any) -> Iterator[tuple[dataclasses.Field[Any], Setting]]:
+    """The fields of a dataclass, or of an object of one, that were made by `setting`."""
+    for field in dataclasses.fields(kind):
+        if isinstance(text := field.metadata.get("help"), _Help):
+            yield field, text.setting
+
+
+def check_settings(config: Any, prefix: str = "") -> None:
+    """Refuses values out of their field's range; whole floats become integers.
+
+    Args:
+      config: object of a dataclass with fields made by `setting`. None where that is the default is
+        not looked at.
+      prefix: what stands before a field's name in errors, e.g. "testing.".
+
+    Raises:
+      ValueError: names one field, its value and what it must be.
+    """
+    for field, described in settings_of(config):
+        value, allowed = getattr(config, field.name), described.allowed
+        if allowed is None or (value is None and field.default is None):
+            continue
+        if isinstance(allowed, tuple):
+            choose(prefix + field.name, value, allowed)
+        else:
+            allowed.check(prefix + field.name, value)
+            if allowed.kind is int:
+                setattr(config, field.name, int(value))
+
+
+def choose(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuses a word that is none of the choices, and names the nearest."""
+    if value not in choices:
+        close = nearest(str(value), choices)
+        hint = f"; did you mean {close!r}?" if close else "."
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}{hint}")
