@@ -227,7 +227,7 @@ def squares(model: nn.Module, inputs: Batch) -> Tensor:
 @pytest.mark.parametrize("build", [InPlace, Impatient])
 def test_stale_outputs_raise_and_never_pass_silently(build: Callable[[], nn.Module]):
     reuse = estimator(seeded(build), reuse=True, objective=squares)
-    with pytest.raises(StalePrefix, match="set reuse_frozen_prefix=False"):
+    with pytest.raises(StalePrefix, match="set performance.reuse_frozen_prefix=False"):
         differences(reuse, [{"x": torch.ones(2, 3)}])
     assert reuse.space.position == ()
 
@@ -274,7 +274,7 @@ def test_make_exact_turns_a_prefix_off_that_cannot_be(build: Callable[[], nn.Mod
     batch = {"x": torch.linspace(-1, 1, 12).view(4, 3)}
     before = bits(estimate.space.tensors)
     assert choose_strategy(estimate, batch, Direction(KEY, 0)) == [
-        "reuse_frozen_prefix is off: it would not be exact for this model."
+        "performance.reuse_frozen_prefix is off: it would not be exact for this model."
     ]
     assert estimate.prefix is None
     assert estimate.space.position == ()

@@ -21,6 +21,7 @@ from hf_dpzero.parallel.mesh import Split, choose_split, direction_shares
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler
+from hf_dpzero.settings.nested import Performance
 
 
 @pytest.fixture
@@ -129,7 +130,13 @@ def test_directions_are_split_where_rows_do_not_fill_the_processes():
 def test_meshes_that_do_not_fit_are_refused(settings, words):
     usual = {"world_size": 2, "num_directions": 2, "first_order": False, "clipping": "fixed"}
     sharded = settings.get("shards", False)
-    args = SimpleNamespace(**{**usual, "method": "dpzero", "process_index": 0, **settings})
+    asked = Performance(
+        direction_parallel_size=(settings := dict(settings)).pop(
+            "performance.direction_parallel_size"
+        )
+    )
+    usual |= {"method": "dpzero", "process_index": 0, "performance": asked}
+    args = SimpleNamespace(**{**usual, **settings})
     with pytest.raises(ValueError, match=words):
         choose_split(args, torch.nn.Linear(2, 2), lambda shares: 1.0 / shares, sharded)
 
