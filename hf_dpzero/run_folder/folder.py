@@ -204,9 +204,9 @@ def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
         raise LedgerError(
             f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
             f"cannot go on: group_robust.weights={groups.name!r} needs un-noised sums of its losses, "
-            "which were in its memory alone and must not be written down. Keep its last checkpoint as it "
-            "is, or train in another output_dir (extends_run adds up the budgets of two runs that ended); "
-            "group_robust.weights='per_step' can be resumed."
+            "which were in its memory alone and must not be written down. Keep its last checkpoint as "
+            "it is, or train in another output_dir (extends_run adds up the budgets of two runs that "
+            "ended); group_robust.weights='per_step' can be resumed."
         )
 
 

@@ -359,7 +359,7 @@ def test_a_run_is_the_same_with_ghost_clipping(tmp_path: Any):
     for how, kind in (("dense", PerExampleGradients), ("ghost", GhostGradients)):
         trainer = build(
             tmp_path / how, method="dp-sgd", clipping="adaptive", clip=0.5, max_steps=4,
-            learning_rate=0.1, per_example_gradients=how,
+            learning_rate=0.1, performance={"per_example_gradients": how},
         )  # fmt: skip
         start = [p.detach().clone() for p in trainer.model.parameters()]
         trainer.train()
@@ -387,7 +387,7 @@ def test_a_run_tries_the_attribution_before_its_first_step(tmp_path: Any, how: s
     x = floats(rows, 6)
     data = [{"x": row, "labels": torch.zeros(())} for row in x]
     config = DPZeroConfig(
-        output_dir=str(tmp_path), method="dp-sgd", per_example_gradients=how, noise_multiplier=1.0,
+        output_dir=str(tmp_path), method="dp-sgd", performance={"per_example_gradients": how}, noise_multiplier=1.0,
         clip=0.1, learning_rate=0.1, max_steps=2, sampling="full_batch", expected_batch_size=rows,
         per_device_train_batch_size=2, use_cpu=True, remove_unused_columns=False, report_to=[],
     )  # fmt: skip

@@ -189,7 +189,9 @@ def test_a_step_takes_weights_a_pass_and_what_the_method_keeps(recipe_of):
         ("dp-adamw", "dense", 2 * 4 * d + 8 * d + 5 * 4 * d),  # moments, sum, one of each example
         ("dp-sgd", "ghost", 4 * d + 2 * 4 * d),
     ):
-        first = recipe_of(TINY, method=method, per_example_gradients=how, num_directions=None)
+        first = recipe_of(
+            TINY, method=method, performance={"per_example_gradients": how}, num_directions=None
+        )
         kept = memory.measured_pass(meta, recipe.data, meta.build("float32"), 4).total
         found = memory.peaks_in(meta_of(first), first, "float32")
         assert (found.how, found.training) == (how, full.weights + gradients + kept)

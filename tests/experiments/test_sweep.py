@@ -303,12 +303,15 @@ def sweep(recipe: Path, folder: Path, *words: Any) -> int:
         ("composed --grid target_epsilon=1,2", "the sweep sets the noise"),
         ("composed --grid subset_seed=1,2", "one fixed set of training rows"),
         ("composed --grid output_dir=a,b", "is no hyper-parameter"),
-        ("public --grid sampler_key=a,b", "sampler_key may not be in a public grid"),
+        (
+            "public --grid testing.sampler_key=a,b",
+            "testing.sampler_key may not be in a public grid",
+        ),
         ("composed --grid clip=1,2 --clip 3", "both swept and overridden"),
         ("composed --grid clip=1,2 --selection some", "selection='some'"),
         ("composed --grid clip=1,2 --mean_trials 0", "mean_trials=0.0"),
         ("composed --grid clip=1,2 --trial_count binomial", "is not one of geometric, poisson"),
-        ("composed --grid clip=1,2 --insecure_noise_seed 1", "NOT PRIVATE"),
+        ("composed --grid clip=1,2 --testing.insecure_noise_seed 1", "NOT PRIVATE"),
         ("composed --grid clip=1,-2", "clip=-2.0"),
         (
             "composed --grid clip=1,2 --neighboring_relation replace_one",

@@ -114,7 +114,7 @@ def test_a_server_does_not_start_from_trained_weights(tmp_path):
 
 
 def test_seeded_noise_is_private_in_no_report(tmp_path):
-    run = ran(tmp_path, insecure_noise_seed=3)
+    run = ran(tmp_path, testing={"insecure_noise_seed": 3})
     (row, *_) = run.report()["clients"]
     assert not run.report()["private"] and "seeded" in row["statement"]
     assert not report_of(tmp_path).private and "NOT PRIVATE" in summary(run.report())

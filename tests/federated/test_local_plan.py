@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import operator
 import re
 
 import pytest
@@ -20,7 +21,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
 from hf_dpzero.settings.defaults import NOISE_SHARE, learning_rate
 
-OWN = {"sampler_key": None, "insecure_noise_seed": None}
+OWN = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
 REPLACE = {"neighboring_relation": "replace_one"}
 ONCE = {"participation": "once", **REPLACE}
 
@@ -103,15 +104,15 @@ def test_honest_values_stay_within_the_bound_and_worst_ones_near_it(tmp_path, sa
 WITHOUT_ACCOUNT = {
     "method": "mezo",
     "clipping": "adaptive",
-    "noise_schedule": "exp(gamma=0.99)",
-    "clip_schedule": "linear(start=2, end=1)",
-    "smoothing_schedule": "linear(start=2, end=1)",
+    "schedules.noise": "exp(gamma=0.99)",
+    "schedules.clip": "linear(start=2, end=1)",
+    "schedules.smoothing": "linear(start=2, end=1)",
     "sampling": "fixed_batches",
-    "noise_correlation": "banded",
-    "group_column": "g",
+    "correlated_noise.kind": "banded",
+    "group_robust.column": "g",
     "extends_run": "out/before",
-    "sampler_key": "ab" * 32,
-    "log_private_diagnostics": True,
+    "testing.sampler_key": "ab" * 32,
+    "testing.log_private_diagnostics": True,
 }
 
 
@@ -119,8 +120,9 @@ def test_each_setting_without_account_is_refused_by_itself(tmp_path):
     """Also those that a config refuses together with others."""
     made = config(tmp_path, **OWN)
     for name, value in WITHOUT_ACCOUNT.items():
-        changed = copy.copy(made)
-        setattr(changed, name, value)
+        changed = copy.deepcopy(made)
+        *group, inner = name.split(".")
+        setattr(operator.attrgetter(*group)(changed) if group else changed, inner, value)
         with pytest.raises(PlanError, match=re.escape(f"{name}={value!r}: ")):
             local_plan(changed, 200, sampling_probability=0.1)
     assert local_plan(made, 200, sampling_probability=0.1).rounds == made.max_steps

@@ -67,9 +67,9 @@ def test_a_run_ends_in_the_weights_that_its_numbers_make(tmp_path):
 
 def test_one_client_without_noise_is_a_central_run(tmp_path):
     """Limit: the same rows, no noise, one client: the releases of a `DPZeroTrainer`, bit for bit."""
-    settings = {"sampling": "full_batch", "noise_multiplier": 0.0, "direction_key": 9}
+    settings = {"sampling": "full_batch", "noise_multiplier": 0.0, "testing.direction_key": 9}
     settings |= {"num_directions": 3, "data": tiny_data(24)}
-    own = {"insecure_noise_seed": None, "sampler_key": None, "max_steps": 4}
+    own = {"testing.insecure_noise_seed": None, "testing.sampler_key": None, "max_steps": 4}
     central = build(tmp_path / "central", **own, **settings)
     central.train()
     made, server = ran(tmp_path / "fed", ONE, **settings)
@@ -96,7 +96,11 @@ def test_replacing_a_row_moves_a_message_by_2_radii_over_b_at_most(tmp_path):
     other = data.to_list()
     other[5]["labels"] = 1 - other[5]["labels"]
     sent = []
-    settings = {"sampling": "full_batch", "insecure_noise_seed": 3, "direction_key": 2}
+    settings = {
+        "sampling": "full_batch",
+        "testing.insecure_noise_seed": 3,
+        "testing.direction_key": 2,
+    }
     for i, rows in enumerate((data, type(data).from_list(other))):
         _, server = ran(tmp_path / str(i), ONE, data=rows, rounds=1, clip=1e-3, **settings)
         sent.append(torch.tensor(server.log.messages[0, 0], dtype=torch.float64))
@@ -198,7 +202,11 @@ def test_too_few_clients_and_rounds_without_answers_say_so(tmp_path):
 
 
 def test_a_killed_server_goes_on_from_its_ledgers(tmp_path):
-    settings = {"direction_key": 4, "insecure_noise_seed": 3, "sampling": "full_batch"}
+    settings = {
+        "testing.direction_key": 4,
+        "testing.insecure_noise_seed": 3,
+        "sampling": "full_batch",
+    }
     _, first = ran(tmp_path / "a", **settings)
     folder = tmp_path / "b"
     run = ServerRun(side(folder, **settings), folder)

@@ -92,7 +92,8 @@ def test_it_costs_as_twice_the_bound_and_under_replacement_no_more():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"clip_groups": 3}, {"clip_groups": 2, "num_directions": 4}]
+    "settings",
+    [{}, {"clipping_config.groups": 3}, {"clipping_config.groups": 2, "num_directions": 4}],
 )
 def test_runs_release_clipped_means_of_groups_and_replay(settings, tmp_path):
     trainer = build(tmp_path, clipping="averaged", clip=5.0, **settings)
@@ -121,7 +122,12 @@ def test_runs_release_clipped_means_of_groups_and_replay(settings, tmp_path):
 def test_passes_hold_examples_of_several_groups(size, tmp_path, monkeypatch):
     """One forward pass needs no group of its own: as many microbatches as without groups."""
     trainer = build(
-        tmp_path, clipping="averaged", clip=5.0, clip_groups=8, microbatch_size=size, max_steps=1
+        tmp_path,
+        clipping="averaged",
+        clip=5.0,
+        clipping_config={"groups": 8},
+        microbatch_size=size,
+        max_steps=1,
     )
     taken, take = [], ZerothOrderMethod.take
     monkeypatch.setattr(
@@ -140,7 +146,7 @@ def test_passes_hold_examples_of_several_groups(size, tmp_path, monkeypatch):
 
 
 def test_an_example_keeps_its_group_in_every_step(tmp_path):
-    trainer = build(tmp_path, clipping="averaged", clip=5.0, clip_groups=3)
+    trainer = build(tmp_path, clipping="averaged", clip=5.0, clipping_config={"groups": 3})
     groups = trainer.plan.mechanism.group_of(range(120), bytes(32))
     assert set(groups) == {0, 1, 2}
     assert (trainer.plan.mechanism.group_of([7, 7, 50], bytes(32)) == groups[[7, 7, 50]]).all()
@@ -152,7 +158,7 @@ def test_an_example_keeps_its_group_in_every_step(tmp_path):
     ("settings", "message"),
     [
         ({"noise_distribution": "laplace", "target_delta": None}, "use 'gaussian'"),
-        ({"clip_groups": 0}, "clip_groups"),
+        ({"clipping_config.groups": 0}, "clipping_config.groups"),
         ({"method": "dpgd-0th"}, "clipping='averaged' with method='dpgd-0th'"),
         ({"method": "mezo", "noise_multiplier": None}, "clipping='averaged' with method='mezo'"),
     ],

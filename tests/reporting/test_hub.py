@@ -298,7 +298,7 @@ def test_a_trained_run_ships_its_model_and_no_key(tmp_path: Path, monkeypatch: A
     """End to end: whatever the trainer leaves, the sampler key is not in it."""
     key = bytes(range(100, 132))
     monkeypatch.setattr(keys, "new_sampler_key", lambda: key)
-    secret = {"sampler_key": None, "insecure_noise_seed": None}
+    secret = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
     trainer = build(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1, **secret)
     trainer.train()
     trainer.save_model()

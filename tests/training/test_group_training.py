@@ -70,7 +70,7 @@ def test_a_run_replays_to_its_weights(tmp_path, way):
     assert same(weights(fresh), weights(trainer.model)) and not same(base, weights(fresh))
     report = PrivacyReport.load(tmp_path)
     assert (way in report.groups and "group losses" in report.statement) or not report.private
-    assert any("group_shares" in caveat for caveat in report.caveats)
+    assert any("group_robust.shares" in caveat for caveat in report.caveats)
     assert f"groups      {way}" in banner(trainer.run, trainer.privacy_report())
 
 

@@ -86,9 +86,9 @@ def test_noise_alone_is_within_three_deviations_and_a_planted_mean_shows(setting
 def test_an_adaptive_clip_is_that_of_each_step_and_its_count_is_left_out():
     settings = SCALAR | {
         "name": "dpzero-adaptive",
-        "clipping_config.quantile": 0.5,
-        "clipping_config.learning_rate": 0.2,
-        "clipping_config.count_noise": 2.0,
+        "clip_quantile": 0.5,
+        "clip_learning_rate": 0.2,
+        "clip_count_noise": 2.0,
     }
     mechanism = mechanism_from_dict(settings)
     releases = [Release(0, (1.0, 1.5), 0.1), Release(1, (1.0, 0.5), 0.1), Release(2, (1.0, 9.0), 0)]
@@ -102,7 +102,7 @@ def test_an_adaptive_clip_is_that_of_each_step_and_its_count_is_left_out():
 
 
 def test_the_noise_of_group_means_is_divided_by_the_groups():
-    settings = {"name": "dp-sgd", "clipping": "averaged", "clipping_config.groups": 5}
+    settings = {"name": "dp-sgd", "clipping": "averaged", "clip_groups": 5}
     mechanism = mechanism_from_dict(SCALAR | settings)
     assert noise_variance(mechanism) == pytest.approx((12 / 5) ** 2, rel=1e-5)
 

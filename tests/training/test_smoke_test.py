@@ -98,7 +98,7 @@ def test_a_schedule_counts_with_its_smallest_clip_and_smoothing(tmp_path):
     clip, smoothing = 5.0, 1e-2
     bound = ROOM * clip * smoothing
     settings = {"clip": clip, "smoothing": smoothing, "max_steps": 4}
-    settings["smoothing_schedule"] = "linear(0.5)"
+    settings["schedules.smoothing"] = "linear(0.5)"
     run = checked(tmp_path, by_place(0.9 * bound), **settings)
     assert run.shapes.placement.sizes == (1, 4)
 

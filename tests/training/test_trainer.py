@@ -347,7 +347,7 @@ def test_insecure_noise_and_mezo_are_not_private(tmp_path):
 def test_secrets_stay_out_of_saved_files(tmp_path, monkeypatch):
     secret = bytes(range(100, 132))
     monkeypatch.setattr(keys, "new_sampler_key", lambda: secret)
-    trainer = build(tmp_path, save_strategy="steps", save_steps=3, sampler_key=None)
+    trainer = build(tmp_path, save_strategy="steps", save_steps=3, testing={"sampler_key": None})
     trainer.train()
     trainer.save_model()
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
