@@ -387,7 +387,8 @@ def test_a_run_tries_the_attribution_before_its_first_step(tmp_path: Any, how: s
     x = floats(rows, 6)
     data = [{"x": row, "labels": torch.zeros(())} for row in x]
     config = DPZeroConfig(
-        output_dir=str(tmp_path), method="dp-sgd", performance={"per_example_gradients": how}, noise_multiplier=1.0,
+        output_dir=str(tmp_path), method="dp-sgd", noise_multiplier=1.0,
+        performance={"per_example_gradients": how},
         clip=0.1, learning_rate=0.1, max_steps=2, sampling="full_batch", expected_batch_size=rows,
         per_device_train_batch_size=2, use_cpu=True, remove_unused_columns=False, report_to=[],
     )  # fmt: skip

@@ -107,7 +107,7 @@ def test_runs_release_clipped_means_of_groups_and_replay(settings, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AveragedScalarMechanism, "clip_sum", spy)
         trainer.train()
-    k = settings.get("clip_groups", 1)
+    k = settings.get("clipping_config.groups", 1)
     assert all(len(x) == len(of) and set(of) <= set(range(k)) for x, of in seen)
     assert k == 1 or len({g for _, of in seen for g in of}) > 1
     report = trainer.privacy_report()
