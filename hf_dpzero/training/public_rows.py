@@ -57,7 +57,7 @@ def public_shapes(trainer: Any, most: int = sys.maxsize) -> tuple[PassShapes, in
     Returns:
       The shapes and the number of rows; None where no public row can be made.
     """
-    of_run = dataclasses.replace(trainer.shapes, collate_stacked=None, kind=None)
+    of_run = dataclasses.replace(trainer.shapes, collate_stacked=None, row_signature=None)
     evaluation = evaluation_rows(trainer)
     if evaluation is not None:
         each = trainer.rows_of(evaluation).collate_each
