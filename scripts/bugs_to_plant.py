@@ -408,7 +408,7 @@ BUGS = (
         "Every process perturbs its part of a tensor along the first part's coordinates.",
         "hf_dpzero/perturbation/sharding.py",
         "tests/perturbation/test_sharding.py::test_a_part_begins_after_those_of_the_processes_before_it",
-        "offset[0] * math.prod(split.shape[1:]) if part.numel() else 0",
+        "offset[0] * math.prod(tensor.shape[1:]) if part.numel() else 0",
         "0 * offset[0]"),
     Bug("replicas_counted",
         "Processes that hold the same rows add them to the sums once each.",

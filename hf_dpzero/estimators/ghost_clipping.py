@@ -10,18 +10,13 @@ smaller (mixed ghost clipping, Bu et al. 2022, arXiv:2205.10683); so do biases a
 norm is that of all uses of a weight together: of a layer that runs twice, of a tied embedding (Opacus
 has no ghost clipping of tied weights).
 
-The sum is made of what was measured: the backward pass is not repeated with weighted losses, as Opacus
-does, but its left_t and right_t are kept and multiplied once more, sum_i w_i sum_t left_it right_it^T
-(book-keeping, Bu et al. 2023, arXiv:2210.00038). A second pass rounds differently: where huge terms
-cancel on the way back it gives a gradient that nobody measured, and one example then moves the sum by
-up to 14 clipping norms (`test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip`).
+The sum is made of what was measured: left_t and right_t are kept and multiplied once more,
+sum_i w_i sum_t left_it right_it^T (book-keeping, Bu et al. 2023, arXiv:2210.00038).
 
 *Rounding.* The norm rounds in proportion to S = sum_t |left_t| |right_t|, not to itself. With float32's
 2^-24, a squared norm is off by no more than about 2^-23 S^2; while S <= 16 ||g|| that is 2^-16 of the
 norm at the very worst. Where S is larger, the example's gradient is multiplied out by itself, and what
-is added is w times that very array. Factors are divided by powers of two first, which is exact, so that
-their squares do not leave float32's range. The weighted sum is taken in float64. Gradients that were
-taken for their norms are added as they are.
+is added is w times that very array. The weighted sum is taken in float64.
 
 *Layers.* Linear layers and embeddings have a rule here; norm layers and convolutions have Opacus', which
 is imported when first used. A call is recorded by wrapping the layer's forward, and its output's
@@ -78,7 +73,7 @@ class Products:
         return not self.left.is_floating_point()
 
     def scaled(self) -> Products:
-        """The same product of factors below 2: exact, for they are divided by powers of two."""
+        """Returns the same product of factors below 2, whose squares stay in float32's range."""
         right, factor = _over_power_of_two(self.right)
         if self.looked_up:
             return Products(self.left, right, factor)
@@ -92,7 +87,7 @@ class Products:
         return rows * self.factor.float().view(-1, *[1] * (rows.dim() - 1))
 
     def dense(self, weight: Tensor) -> Tensor:
-        """The gradients themselves, `[B, n, m]`."""
+        """Returns the gradients themselves, `[B, n, m]`."""
         if not self.looked_up:
             return self._factored(self.left.mT @ self.right)
         gradient = self.right.new_zeros(len(self.right), *weight.shape)
@@ -100,12 +95,12 @@ class Products:
         return self._factored(gradient.scatter_add_(1, index, self.right))
 
     def of(self, i: int) -> Products:
-        """Of example i alone."""
+        """Returns the product of example i alone."""
         factor = None if self.factor is None else self.factor[i : i + 1]
         return Products(self.left[i : i + 1], self.right[i : i + 1], factor)
 
     def scale(self) -> Tensor:
-        """sum_t |left_t| |right_t| [B] float64, of scaled ones: the rounding goes by it."""
+        """Returns sum_t |left_t| |right_t| [B] float64, of scaled ones: the rounding goes by it."""
         assert self.factor is not None
         lengths = self.right.norm(dim=2, dtype=torch.float64)
         if not self.looked_up:
@@ -113,7 +108,7 @@ class Products:
         return self.factor * (lengths.sum(dim=1) + VANISHING)
 
     def squared_norm(self) -> Tensor:
-        """||sum_t left_t right_t^T||_F^2 [B] float64 of scaled ones, without that sum."""
+        """Returns ||sum_t left_t right_t^T||_F^2 [B] float64 of scaled ones, without that sum."""
         assert self.factor is not None
         rights = self.right @ self.right.mT
         if self.looked_up:
@@ -123,13 +118,11 @@ class Products:
         return (lefts * rights).sum(dim=(1, 2)).clamp(min=0) * self.factor.square()
 
     def add_weighted_(self, total: Tensor, kept: Rows, weights: Tensor) -> None:
-        """total += sum_i w_i g_i.
-
-        Args:
-          total: float64 `[n, m]`.
-          kept: bool [B] or a slice, the examples that are added.
-          weights: float64 [B].
-        """
+        """Makes total += sum_i w_i g_i over some examples; total `[n, m]` and weights [B] float64."""
+        # Not by a second backward pass with weighted losses, as Opacus does: that rounds differently, so
+        # where huge terms cancel on the way back it gives a gradient that nobody measured, and one
+        # example then moves the sum by up to 14 clipping norms
+        # (`test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip`).
         w = (weights if self.factor is None else weights * self.factor)[kept][:, None, None]
         left, right = self.left[kept], self.right[kept].double()
         if self.looked_up:
@@ -138,7 +131,7 @@ class Products:
             total.addmm_((left * w).flatten(0, 1).mT, right.flatten(0, 1))
 
     def total(self, weight: Tensor) -> Tensor:
-        """Their sum over the examples, projected: `[n]`."""
+        """Returns their sum over the examples, projected: `[n]`."""
         lengths = self._factored(self.right @ signs(self.right))
         if not self.looked_up:
             return torch.einsum("btn,bt->n", self.left, lengths)
@@ -146,7 +139,7 @@ class Products:
 
 
 def joined(uses: Sequence[Products]) -> list[Products]:
-    """Scaled; uses of one kind are one use of more tokens. Those looked up come first."""
+    """Scales uses; those of one kind are one use of more tokens. Those looked up come first."""
     kinds = [[u for u in uses if u.looked_up], [u for u in uses if not u.looked_up]]
     return [
         Products(
@@ -160,6 +153,7 @@ def joined(uses: Sequence[Products]) -> list[Products]:
 
 def _over_power_of_two(rows: Tensor) -> tuple[Tensor, Tensor]:
     """`[B, T, n]` over a power of two for each example, so that it is below 2; these [B] float64."""
+    # dividing by a power of two is exact
     largest = rows.abs().amax(dim=(1, 2)).clamp(min=torch.finfo(torch.float32).tiny)
     power = (largest.view(torch.int32) & 0x7F800000).view(torch.float32)  # its exponent alone
     return rows / power[:, None, None], power.double()
@@ -171,7 +165,7 @@ def is_small(weight: Tensor, uses: Sequence[Products]) -> bool:
 
 
 def squared_norms(joined: Sequence[Products]) -> tuple[Tensor, Tensor]:
-    """||sum over the uses||_F^2 [B] float64 without the gradients, and the scale of its rounding."""
+    """Returns ||sum over the uses||_F^2 without the gradients, and its rounding's scale; float64 [B]."""
     squares = functools.reduce(torch.add, [u.squared_norm() for u in joined])
     if len(joined) == 2:  # a tied weight: twice the inner product of its two gradients
         looked_up, multiplied = joined
@@ -184,13 +178,13 @@ def squared_norms(joined: Sequence[Products]) -> tuple[Tensor, Tensor]:
 
 
 def signs(like: Tensor) -> Tensor:
-    """Fixed +-1, as many as the last dimension of `like`; they only serve a check."""
+    """Returns fixed +-1, as many as the last dimension of `like`; they only serve a check."""
     drawn = torch.randint(0, 2, like.shape[-1:], generator=torch.Generator().manual_seed(0))
     return drawn.to(like) * 2 - 1
 
 
 def owned(module: nn.Module) -> list[nn.Parameter]:
-    """The module's own trainable parameters."""
+    """Returns the module's own trainable parameters."""
     return [p for p in module.parameters(recurse=False) if p.requires_grad]
 
 
@@ -205,7 +199,7 @@ def supported(module: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def opacus_rules() -> Mapping[type, Callable[..., dict[nn.Parameter, Tensor]]]:
-    """Opacus' rules: (layer, inputs, output gradients) -> per-example gradients, by layer type."""
+    """Returns Opacus' rules by layer type: (layer, inputs, output gradients) -> their gradients."""
     try:
         from opacus.grad_sample.grad_sample_module import GradSampleHooks
     except ImportError:
@@ -339,7 +333,7 @@ class LayerRecord:
             self.samples[p] = self.samples[p] + samples if p in self.samples else samples
 
     def measure(self) -> tuple[Tensor, Tensor]:
-        """||g_i|| and the scale S_i of its rounding (see `ghost_clipping`), after the backward pass.
+        """Returns ||g_i|| and the scale S_i of its rounding (see above), after the backward pass.
 
         Products of small weights, and of those that have samples too, are multiplied out. S_i is 0
         where nothing else is left, and not finite where some factor is not.
@@ -369,7 +363,7 @@ class LayerRecord:
         return p in self.uses if samples is None else samples.shape == (self.size, *p.shape)
 
     def error(self, p: nn.Parameter, gradient: Tensor) -> float:
-        """||sum_i g_i - gradient||, of products only estimated: through a fixed vector of signs.
+        """Returns ||sum_i g_i - gradient||, of products only estimated: through a fixed vector of signs.
 
         Over random signs, the mean square of a matrix times them is its squared Frobenius norm.
         """
@@ -379,7 +373,7 @@ class LayerRecord:
         return float((total - gradient @ signs(gradient)).norm())
 
     def gradient(self, parameters: Sequence[nn.Parameter], i: int) -> list[Tensor | None]:
-        """Example i's own gradient, multiplied out; None where nothing was seen."""
+        """Returns example i's own gradient, multiplied out; None where nothing was seen."""
         gradients: list[Tensor | None] = []
         for p in parameters:
             uses = [use.of(i).dense(p)[0] for use in self.uses.get(p, [])]
@@ -394,7 +388,7 @@ class LayerRecord:
         kept: Tensor,
         weights: Tensor,
     ) -> None:
-        """totals += sum_i weights_i g_i over the examples in `kept` [B] bool; all in float64."""
+        """Makes totals += sum_i weights_i g_i over the examples in `kept` [B] bool; all in float64."""
         if not bool(kept.any()):
             return
         rows: Rows = slice(None) if bool(kept.all()) else kept
@@ -406,11 +400,9 @@ class LayerRecord:
 
 
 def add_rows_(total: Tensor, weights: Tensor, gradients: Tensor, rows: Rows) -> None:
-    """total += sum_i w_i g_i over `rows`, float64 [n], of gradients [B, n] and weights [B] float64.
-
-    In float64, whatever the gradients' dtype and however products are rounded: to round the sum would
-    move it, as the examples come and go, by more than their clip.
-    """
+    """Makes total += sum_i w_i g_i over `rows`: total [n] and weights [B] float64, gradients [B, n]."""
+    # In float64, whatever the gradients' dtype and however products are rounded: to round the sum would
+    # move it, as the examples come and go, by more than their clip.
     for piece, into in zip(gradients.split(PIECE, dim=1), total.split(PIECE), strict=True):
         into.add_(weights[rows] @ piece[rows].double())
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -245,41 +245,36 @@ class Scratch:
         """
         device = next(iter(tensors.values())).device
         depth, levels = self._depth.get(device, 0), self._levels.setdefault(device, [])
-        if depth >= len(levels) or not levels[depth].fits(tensors):
-            del levels[depth:]  # first, so that the old and the new buffer never coexist
-            levels.append(_Level(sum(map(_padded, tensors.values())), device))
+        known = levels[depth].views.get(id(tensors)) if depth < len(levels) else None
+        if known is None:
+            size = sum(map(_padded, tensors.values()))
+            if depth >= len(levels) or size > levels[depth].buffer.numel():
+                del levels[depth:]  # first, so that the old and the new buffer never coexist
+                levels.append(_Level(torch.empty(size, dtype=torch.uint8, device=device), {}))
+            views, start = {}, 0
+            for key, tensor in tensors.items():
+                part = levels[depth].buffer[start : start + tensor.nbytes]
+                views[key] = part.view(tensor.dtype).view(tensor.shape)
+                start += _padded(tensor)
+            # the mapping is kept too, for the id of one that is gone may come again
+            known = levels[depth].views[id(tensors)] = tensors, views
         self._depth[device] = depth + 1
         try:
-            yield levels[depth].views_for(tensors)
+            yield known[1]
         finally:
             self._depth[device] = depth
 
 
-class _Level:
+class _Level(NamedTuple):
     """One buffer, and its views for every set of tensors that has used it."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self._views: dict[int, tuple[Mapping[int, Tensor], dict[int, Tensor]]] = {}
-
-    def fits(self, tensors: Mapping[int, Tensor]) -> bool:
-        size = sum(map(_padded, tensors.values()))
-        return id(tensors) in self._views or size <= self.buffer.numel()
-
-    def views_for(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        if id(tensors) not in self._views:
-            views, start = {}, 0
-            for key, tensor in tensors.items():
-                part = self.buffer[start : start + tensor.numel() * tensor.element_size()]
-                views[key] = part.view(tensor.dtype).view(tensor.shape)
-                start += _padded(tensor)
-            self._views[id(tensors)] = tensors, views
-        return self._views[id(tensors)][1]
+    buffer: Tensor
+    views: dict[int, tuple[Mapping[int, Tensor], dict[int, Tensor]]]
 
 
 def _padded(tensor: Tensor) -> int:
     """Bytes of a tensor, rounded up to the alignment."""
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _owners(model: nn.Module, space: ParameterSpace, arriving: Set[int]) -> list[Owner]:

@@ -136,7 +136,7 @@ class Prefetcher:
         return _Pending(prefetched, sources, future)
 
     def _forget(self) -> None:
-        """Gives up copies that were made ahead."""
+        # gives up copies that were made ahead
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.copies.exception()  # waits: the values may change from now on

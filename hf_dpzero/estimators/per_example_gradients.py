@@ -47,7 +47,7 @@ def per_example_gradients(
     microbatch_size: int,
     autocast: bool = False,
 ) -> PerExampleGradients:
-    """Dense or ghost gradients of a model's trainable parameters.
+    """Makes dense or ghost gradients of a model's trainable parameters.
 
     Args:
       model: see `PerExampleGradients`.
@@ -109,12 +109,20 @@ class PerExampleGradients:
             raise ValueError("no parameter is trainable: set requires_grad or loosen `trainable`.")
         self.names = [name for name, _ in trained]
         self.parameters = [p for _, p in trained]
-        _refuse_unsupported(model)
+        owners = [(name, module) for name, module in model.named_modules() if owned(module)]
+        covered = {id(p) for _, module in owners if supported(module) for p in owned(module)}
+        for name, module in owners:
+            if any(id(p) not in covered for p in owned(module)):
+                raise ValueError(
+                    f"{name or 'the model itself'} ({type(module).__name__}) owns trainable parameters "
+                    "that have no per-example gradient, here or in Opacus: freeze them, or use dpzero, "
+                    "which needs none."
+                )
 
     def weighted_sum(
         self, microbatches: Sequence[Batch], weigh: Weigh
     ) -> tuple[list[Tensor], Tensor]:
-        """Per-example gradients, weighted by their norms and added.
+        """Adds per-example gradients, weighted by their norms.
 
         Args:
           microbatches: differentiated one after the other; none gives zeros. Rows of a `Filled` one that
@@ -136,12 +144,11 @@ class PerExampleGradients:
         return totals, torch.cat(norms)
 
     def check_attribution(self, batch: Batch, exact: bool = False) -> None:
-        """Tries the rules on a few rows: is what they give an example that example's own gradient?
+        """Tries on a few rows whether what the rules give an example is that example's own gradient.
 
         What a layer sees must grow with the number of examples, and each example's gradient must
         have, parameter by parameter, the norm that plain autograd finds for the example alone (to
-        1e-3; to 5e-2 in half precision or TF32). Layers that are fed `[T, B, h]`, look up `[T]` or
-        `[T, T]` positions for all examples at once, or mix examples do not pass. Nothing is kept.
+        1e-3; to 5e-2 in half precision or TF32). Nothing is kept.
 
         Args:
           batch: B >= 2 examples, better 3, padded together.
@@ -155,6 +162,8 @@ class PerExampleGradients:
         if size < 2:
             raise ValueError("attribution is tried on at least 2 examples: repeat one.")
         with evaluation_mode(self.model), torch.enable_grad():
+            # Layers that are fed [T, B, h], look up [T] or [T, T] positions for all examples at once, or
+            # mix examples do not pass what follows.
             record = self._differentiate(batch)[0]
             if exact and record.coarse:
                 raise ValueError(
@@ -166,10 +175,22 @@ class PerExampleGradients:
             seen, coarse = record.seen, bool(record.coarse) or rounds_products()
             del record  # with B times the model's size
             fewer = self._differentiate(_part(batch, 0, size - 1))[0].seen
-            _check_scaling(seen, size, fewer, size - 1)
+            # every call of every layer must see rows in proportion to the number of examples
+            for name in {**seen, **fewer}:
+                many, few = seen.get(name, []), fewer.get(name, [])
+                if [rows * (size - 1) for rows in many] != [rows * size for rows in few]:
+                    raise ValueError(
+                        f"{name}: what it sees does not grow with the examples. {WAY_OUT}"
+                    )
+            own, share = (5e-2, 5e-2) if coarse else (1e-3, 1e-5)
             for i in range(size):
-                alone = self._alone(_part(batch, i, i + 1))
-                _check_own(self.names, norms[i], _norms(alone), coarse)
+                alone = _norms(self._alone(_part(batch, i, i + 1)))
+                wrong = (norms[i] - alone).abs() > own * alone + share * alone.norm()
+                if wrong.any():  # none where either is not finite
+                    raise ValueError(
+                        f"{self.names[int(wrong.nonzero()[0])]}: an example's gradient in a batch is "
+                        f"not its gradient alone. {WAY_OUT}"
+                    )
 
     def _alone(self, example: Batch) -> list[Tensor | None]:
         """The gradient of a microbatch of one, by plain autograd."""
@@ -308,37 +329,3 @@ def _refuse_coarse(what: str) -> None:
         f"{what}, and ghost clipping rounds sums over examples in that precision, which is coarser "
         "than the clip's margin: use performance.per_example_gradients: dense, or float32 throughout."
     )
-
-
-def _check_scaling(
-    more: Mapping[str, Sequence[int]], many: int, less: Mapping[str, Sequence[int]], few: int
-) -> None:
-    """Every call of every layer must see rows in proportion to the number of examples."""
-    for name in [*more, *(name for name in less if name not in more)]:
-        first, second = more.get(name, []), less.get(name, [])
-        alike = len(first) == len(second)
-        if not alike or any(a * few != b * many for a, b in zip(first, second, strict=True)):
-            raise ValueError(f"{name}: what it sees does not grow with the examples. {WAY_OUT}")
-
-
-def _check_own(names: Sequence[str], batched: Tensor, alone: Tensor, coarse: bool) -> None:
-    """Norms [parameters] of an example in a batch must be those of the example alone."""
-    own, share = (5e-2, 5e-2) if coarse else (1e-3, 1e-5)
-    wrong = (batched - alone).abs() > own * alone + share * alone.norm()
-    for n in wrong.nonzero().flatten().tolist():  # none where either is not finite
-        raise ValueError(
-            f"{names[n]}: an example's gradient in a batch is not its gradient alone. {WAY_OUT}"
-        )
-
-
-def _refuse_unsupported(model: nn.Module) -> None:
-    """ValueError for a trainable parameter that no supported layer owns."""
-    trained = [(name, module) for name, module in model.named_modules() if owned(module)]
-    covered = {id(p) for _, module in trained if supported(module) for p in owned(module)}
-    for name, module in trained:
-        if any(id(p) not in covered for p in owned(module)):
-            raise ValueError(
-                f"{name or 'the model itself'} ({type(module).__name__}) owns trainable parameters "
-                "that have no per-example gradient, here or in Opacus: freeze them, or use dpzero, "
-                "which needs none."
-            )

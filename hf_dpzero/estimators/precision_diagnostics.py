@@ -15,7 +15,7 @@ the signal counts as rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ def measure(
 
 
 def _diagnose(whole: Tensor, third: Tensor, dtype: str, smoothing: float) -> PrecisionDiagnostic:
-    """From o(lambda) and o(lambda / 3), float64 [draws, B] each."""
+    # from o(lambda) and o(lambda / 3), float64 [draws, B] each
     finite = (whole.isfinite() & third.isfinite()).all(dim=0)
     if not finite.any():
         raise ValueError("no public example has a finite loss: nothing can be measured.")
@@ -153,17 +153,35 @@ def random_tokens(schema: Mapping[str, Any], model: nn.Module) -> dict[str, Tens
     Returns:
       `[ROWS, T]` token tensors and labels to match, or None where a key has no obvious random value.
     """
-    ids, config = schema.get("input_ids"), getattr(model, "config", None)
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or config is None:
+    like, config = schema.get("input_ids"), getattr(model, "config", None)
+    if not isinstance(like, Tensor) or like.dim() != 2 or config is None:
         return None
     generator = torch.Generator().manual_seed(_SEED)
-    drawn = _token_ids(model, config, generator)
+    ids = _token_ids(model, config, generator)
+    classes = int(getattr(config, "num_labels", 2))
     batch: dict[str, Tensor] = {}
     for key, value in schema.items():
-        made = _column(key, value, drawn, model, generator)
-        if made is None:
+        if key == "input_ids":
+            batch[key] = ids
+        elif key == "attention_mask":
+            batch[key] = torch.ones_like(ids)
+        elif key == "token_type_ids":
+            batch[key] = torch.zeros_like(ids)
+        elif key in ("start_positions", "end_positions"):
+            batch[key] = torch.randint(ids.shape[1], (len(ids),), generator=generator)
+        elif key not in ("labels", "label", "label_ids") or not isinstance(value, Tensor):
             return None
-        batch[key] = made
+        elif value.is_floating_point():
+            shape = (len(ids),) if value.dim() == 1 else (len(ids), classes)
+            batch[key] = torch.randint(2, shape, generator=generator).to(value.dtype)
+        elif value.dim() == 1:
+            batch[key] = torch.randint(max(classes, 1), (len(ids),), generator=generator)
+        elif value.dim() != 2:
+            return None
+        elif type(model).__name__.endswith("ForTokenClassification"):
+            batch[key] = torch.randint(classes, tuple(ids.shape), generator=generator)
+        else:
+            batch[key] = ids.clone()
     return batch
 
 
@@ -171,8 +189,8 @@ def _token_ids(model: Any, config: Any, generator: torch.Generator) -> Tensor:
     """int64 [ROWS, T] without special tokens, but for an end-of-sequence token at the end."""
     text = config.get_text_config()
     vocabulary = model.get_input_embeddings().num_embeddings
-    special = {v for k, v in text.to_dict().items() if k.endswith("_token_id") and v is not None}
-    ordinary = torch.tensor([i for i in range(vocabulary) if i not in _flat(special)])
+    special = _flat([v for k, v in text.to_dict().items() if k.endswith("_token_id")])
+    ordinary = torch.tensor([i for i in range(vocabulary) if i not in special])
     positions = getattr(text, "max_position_embeddings", None) or 2 * _TOKENS
     shape = (ROWS, min(_TOKENS, max(2, positions // 2)))
     ids = ordinary[torch.randint(len(ordinary), shape, generator=generator)]
@@ -181,38 +199,7 @@ def _token_ids(model: Any, config: Any, generator: torch.Generator) -> Tensor:
     return ids
 
 
-def _flat(values: Any) -> list[int]:
+def _flat(values: Iterable[int | list[int] | None]) -> list[int]:
     """Token ids of a config, which may be None, numbers or lists of numbers."""
-    lists = (value if isinstance(value, (list, tuple)) else [value] for value in values)
+    lists = (value if isinstance(value, list) else [value] for value in values)
     return [token for tokens in lists for token in tokens if token is not None]
-
-
-def _column(
-    key: str, like: Any, ids: Tensor, model: Any, generator: torch.Generator
-) -> Tensor | None:
-    """Random values for one key of a batch around the tokens `ids`; None if unknown."""
-    if key == "input_ids":
-        return ids
-    if key == "attention_mask":
-        return torch.ones_like(ids)
-    if key == "token_type_ids":
-        return torch.zeros_like(ids)
-    if key in ("start_positions", "end_positions"):
-        return torch.randint(ids.shape[1], (len(ids),), generator=generator)
-    if key in ("labels", "label", "label_ids") and isinstance(like, Tensor):
-        return _labels(like, ids, model, generator)
-    return None
-
-
-def _labels(like: Tensor, ids: Tensor, model: Any, generator: torch.Generator) -> Tensor | None:
-    classes = int(getattr(model.config, "num_labels", 2))
-    if like.is_floating_point():
-        shape = (len(ids),) if like.dim() == 1 else (len(ids), classes)
-        return torch.randint(2, shape, generator=generator).to(like.dtype)
-    if like.dim() == 1:
-        return torch.randint(max(classes, 1), (len(ids),), generator=generator)
-    if like.dim() != 2:
-        return None
-    if type(model).__name__.endswith("ForTokenClassification"):
-        return torch.randint(classes, tuple(ids.shape), generator=generator)
-    return ids.clone()

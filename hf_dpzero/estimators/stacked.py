@@ -35,15 +35,16 @@ WIDEST_FLOATS = 1 << 24
 """Elements of the largest intermediate result of all copies together (64 MiB in float32), at least
 one copy's: more copies run one group after the other."""
 
+# Arithmetic, not Python, is the cost of wider results, which one pass for all copies does not save.
 AUTO_DIRECTIONS, AUTO_FLOATS = 4, 1 << 12
 """strategy="auto" stacks from 4 directions on, if no intermediate result that differs between copies
-has more than 4096 elements an example: arithmetic, not Python, is the cost of wider ones."""
+has more than 4096 elements an example."""
 
+# vmap has no rule for the CPU's kernel of attention, and calls it once for each copy. The losses have
+# the bits that one call with the copies as rows of its batch gives, and the passes take as long (a
+# two-layer BERT of width 16 to 128: within 5 %).
 HARMLESS = ".*batching rule for aten::_scaled_dot_product_flash_attention_for_cpu"
-"""A warning of torch's that is not shown: vmap has no rule for the CPU's kernel of attention, and calls
-it once for each copy. The losses have the bits that one call with the copies as rows of its batch gives,
-and the passes take as long (a two-layer BERT of width 16 to 128: within 5 %). Of other kernels it is
-shown."""
+"""A warning of torch's that is not shown; of other kernels it is."""
 
 Microbatch = Mapping[str, Tensor]
 Evaluating = Callable[[], contextlib.AbstractContextManager[None]]
@@ -90,7 +91,7 @@ class StackedCopies:
 
     @property
     def directions_at_once(self) -> int:
-        """How many directions' copies, both signs, are held at a time."""
+        """Number of directions whose copies, both signs, are held at a time."""
         return max(1, STACK_BYTES // copies_bytes(self.space, 1))
 
     @contextlib.contextmanager
@@ -109,7 +110,7 @@ class StackedCopies:
         smoothing: float,
         evaluating: Evaluating = contextlib.nullcontext,
     ) -> tuple[Tensor, Tensor]:
-        """The losses of all examples at both signs of all directions.
+        """Evaluates all examples at both signs of all directions.
 
         Args:
           microbatches: B examples in all, at least one.
@@ -220,28 +221,12 @@ def _aliases(module: nn.Module, space: ParameterSpace) -> dict[str, str]:
 
 
 def copies_bytes(space: ParameterSpace, num_directions: int) -> int:
-    """Memory of 2 K copies of the trainable tensors.
-
-    Args:
-      space: the trainable tensors.
-      num_directions: K, both signs of each.
-
-    Returns:
-      Bytes.
-    """
-    return 2 * num_directions * sum(t.numel() * t.element_size() for t in space.tensors)
+    """Returns the bytes of 2 K copies of the trainable tensors."""
+    return 2 * num_directions * sum(t.nbytes for t in space.tensors)
 
 
 def small_enough(space: ParameterSpace, num_directions: int) -> bool:
-    """Whether "auto" may stack.
-
-    Args:
-      space: the trainable tensors.
-      num_directions: K of a step.
-
-    Returns:
-      True for K >= 4, float32 and all copies within `STACK_BYTES`.
-    """
+    """Whether "auto" may stack: K >= 4, float32 and all copies within `STACK_BYTES`."""
     wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
     fits = copies_bytes(space, num_directions) <= STACK_BYTES
     return wide and fits and num_directions >= AUTO_DIRECTIONS

@@ -128,23 +128,19 @@ class Coordinates:
                 dispatch.sum_of_squared_normals, device=self.tensors[0].device
             )
             given = direction, self.distribution, self.layout, squares
-            self._streams[direction] = (
-                ShardedStream(*given, self._own_places(), self._mesh, self._norms)
-                if self.sharded
-                else DirectionStream(*given)
-            )
+            if self._mesh is None:
+                self._streams[direction] = DirectionStream(*given)
+            else:
+                here = [
+                    (offset + part.first, part.tensor.numel())
+                    for offset, part, p in zip(
+                        self.offsets, self._parts, self.parameters, strict=True
+                    )
+                    # tensors that are not split count on the first process
+                    if part.tensor.numel() and (is_sharded(p) or self._mesh.get_rank() == 0)
+                ]
+                self._streams[direction] = ShardedStream(*given, here, self._mesh, self._norms)
         return self._streams[direction]
-
-    def _own_places(self) -> list[tuple[int, int]]:
-        """(first index, number) of the coordinates that lie here; whole tensors count on the first."""
-        first = self._mesh is None or self._mesh.get_rank() == 0
-        return [
-            (offset + part.first, part.tensor.numel())
-            for offset, part, parameter in zip(
-                self.offsets, self._parts, self.parameters, strict=True
-            )
-            if part.tensor.numel() and (first or is_sharded(parameter))
-        ]
 
     @torch.no_grad()
     def gram(self, directions: Sequence[Direction]) -> Tensor:

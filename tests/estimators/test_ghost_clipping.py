@@ -256,25 +256,6 @@ def test_a_microbatch_of_one_adds_the_gradient_that_was_measured(tiny_bert: Call
         assert torch.equal(total, torch.zeros_like(total) if g is None else 0.5 * g)
 
 
-def test_only_examples_in_doubt_are_multiplied_out(monkeypatch: pytest.MonkeyPatch):
-    """Independent tokens have S = sqrt(T) ||g||: 128 of them are trusted, opposite ones are not."""
-    alone = []
-    plain = estimators._add_gradient_
-
-    def noting(totals: Any, gradient: Any, weigh: Any) -> Tensor:
-        alone.append(gradient)
-        return plain(totals, gradient, weigh)
-
-    monkeypatch.setattr(estimators, "_add_gradient_", noting)
-    model = Weighed(nn.Linear(256, 256, bias=False))
-    batch = {"x": floats(3, 128, 256), "c": torch.ones(3, 128)}
-    GhostGradients(model, weighed_objective).weighted_sum([batch], torch.ones_like)
-    assert not alone
-    batch["x"][1, 64:] = -batch["x"][1, :64] * 0.999
-    GhostGradients(model, weighed_objective).weighted_sum([batch], torch.ones_like)
-    assert len(alone) == 1
-
-
 @pytest.mark.parametrize(
     ("how", "limit", "expected"),
     [

@@ -285,21 +285,6 @@ def test_nested_tied_and_shared_owners(build: Build, dtype: torch.dtype):
     assert inexactness(bench.estimator("layerwise"), batches[0], us(1)[0]) is None
 
 
-def test_a_tied_weight_is_copied_once_while_its_outer_owner_runs(monkeypatch: pytest.MonkeyPatch):
-    """Wrapped holds four tensors, one of them its child's weight; the child, called twice, a bias."""
-    bench, written = LayerwiseBench(seeded(Wrapped), squares), []
-    write = ParameterSpace.write_perturbed_
-
-    def spied(self: ParameterSpace, number: int, *rest: Any) -> None:
-        written.append(self.names[number])
-        write(self, number, *rest)
-
-    monkeypatch.setattr(ParameterSpace, "write_perturbed_", spied)
-    bench.x("layerwise", [vectors()], count=1)
-    once = sorted(["tied", "scales.0", "scales.1", "named.shift", "child.bias", "child.bias"])
-    assert sorted(written[:6]) == sorted(written[6:]) == once
-
-
 class ByKeyword(nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         assert self.weight.shape[0] == len(self.weight)
@@ -342,19 +327,6 @@ def test_embeddings(kind: type[nn.Embedding], dtype: torch.dtype):
     copied = held_bytes(visits) >= WHOLE_TABLE * dtype.itemsize
     assert copied == (kind is ByIndexing)
     assert len(visits.visited) == len(bench.space.names)
-
-
-def test_only_the_rows_in_use_are_perturbed(monkeypatch: pytest.MonkeyPatch):
-    bench, asked = LayerwiseBench(seeded(lambda: nn.Embedding(500, 32)), word_loss), []
-    write = ParameterSpace.write_perturbed_rows_
-
-    def spied(self: ParameterSpace, number: int, rows: Tensor, *rest: Any) -> None:
-        asked.append(rows.tolist())
-        write(self, number, rows, *rest)
-
-    monkeypatch.setattr(ParameterSpace, "write_perturbed_rows_", spied)
-    bench.x("layerwise", [IDS], count=1)
-    assert asked == [[0, 3, 7, 499]] * 2
 
 
 def test_an_embedding_that_renormalises_itself_is_refused():

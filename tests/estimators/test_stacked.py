@@ -123,36 +123,6 @@ def test_attention_of_a_cpu_is_the_only_kernel_that_runs_copy_by_copy(
         StackedBench(other, loops).losses([token_batch(4)], 4)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3)])
-def test_a_shared_input_is_multiplied_once(
-    bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-):
-    """Small integers: every sum is exact, so the order of the terms cannot show."""
-    generator = torch.Generator().manual_seed(0)
-    x, w, b = (
-        torch.randint(-4, 5, size, generator=generator).float()
-        for size in (shape, (6, 4, 3), (6, 4))
-    )
-    products: list[Any] = []
-    rule = stacked._SharedInput.vmap
-    monkeypatch.setattr(
-        stacked._SharedInput,
-        "vmap",
-        staticmethod(lambda *a: (products.append(a), rule(*a))[1]),
-    )
-
-    def one(weight: Tensor, shift: Tensor) -> Tensor:
-        return F.linear(x, weight, shift if bias else None)
-
-    with stacked.StackedKernels() as kernels:
-        found = torch.func.vmap(one)(w, b)
-    expected = torch.stack([F.linear(x, w[i], b[i] if bias else None) for i in range(6)])
-    assert torch.equal(found, expected)
-    assert len(products) == 1
-    assert kernels.widest == expected[0].numel()
-
-
 @pytest.mark.parametrize("directions_held", [1, 3])
 def test_held_directions_do_not_matter(
     sentence_head: nn.Module, monkeypatch: pytest.MonkeyPatch, directions_held: int
@@ -194,37 +164,6 @@ def test_copies_in_one_pass_do_not_matter(
         torch.stack(estimate.losses(batches, us(3))), whole, rtol=1e-5, atol=0.0
     )
     assert max(sizes) == min(6, 2 * copies) and sum(sizes) == 2 * 6
-
-
-def test_a_frozen_encoder_runs_once_whatever_the_chunks(
-    sentence_head: Any, monkeypatch: pytest.MonkeyPatch
-):
-    bench = StackedBench(sentence_head)
-    calls: list[int] = []
-    sentence_head.encoder.embeddings.register_forward_hook(lambda *_: calls.append(1))
-    monkeypatch.setattr(stacked, "WIDEST_FLOATS", 1)  # one copy in a pass
-    estimate = bench.estimator()
-    assert estimate.prefix is not None
-    found = torch.stack(estimate.losses([text(3), text(2, seed=1)], us(3)))
-    assert len(calls) == 2  # once a microbatch, not once a copy
-    expected = bench.losses([text(3), text(2, seed=1)], 3, "whole_model")
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
-
-
-def test_copies_are_written_once_for_all_microbatches(
-    sentence_head: nn.Module, monkeypatch: pytest.MonkeyPatch
-):
-    bench, written = StackedBench(sentence_head), []
-    write = bench.space.write_stack_
-    monkeypatch.setattr(
-        bench.space, "write_stack_", lambda us, *a: (written.append(len(us)), write(us, *a))
-    )
-    batches = [features(2, seed=i) for i in range(4)]
-    estimate = bench.estimator()
-    estimate.losses(batches, us(3))
-    assert written == [3]
-    estimate.losses(batches, us(3))  # theta may have moved in between
-    assert written == [3, 3]
 
 
 def test_nan_rows_come_through_and_stay_alone(sentence_head: nn.Module):

@@ -274,22 +274,6 @@ def test_number_of_threads_does_not_matter(kind: str, threads: Callable[[int], N
             assert same_bits(made.of(dispatch), one)
 
 
-def test_a_large_tensor_is_cut_at_tiles_into_as_many_parts_as_threads(threads):
-    """The parts cover everything once; small tensors stay whole."""
-    for count, size, lead, expected in [
-        (1, 1 << 20, 0, 1), (2, 1 << 20, 0, 2), (4, 300_000, 96, 4), (4, 140_000, 4064, 2),
-        (4, 65_535, 0, 1), (4, 0, 0, 1),
-    ]:  # fmt: skip
-        threads(count)
-        parts: list[tuple[int, int]] = []
-        numba_kernels.in_parallel(lambda a, b, parts=parts: parts.append((a, b)), size, lead)
-        parts.sort()
-        assert len(parts) == expected
-        assert [a for a, _ in parts] == [0, *(b for _, b in parts[:-1])]
-        assert parts[-1][1] == size
-        assert all((b + lead) % 4096 == 0 for _, b in parts[:-1])
-
-
 def test_an_error_in_any_thread_is_raised(threads):
     def work(begin: int, end: int) -> None:
         if begin:
@@ -322,18 +306,6 @@ def test_work_put_together_is_done_at_the_end_by_threads_that_start_once(threads
     assert len({entry[3] for entry in done}) <= 3
     numba_kernels.in_parallel(note("after"), 1 << 20, 0, later=True)
     assert sum(entry[0] == "after" for entry in done) == 3
-
-
-def test_work_put_together_is_dropped_after_an_error_and_raises_its_own(threads):
-    def fail(begin: int, end: int) -> None:
-        raise ZeroDivisionError
-
-    threads(2)
-    with pytest.raises(KeyError), dispatch.together():
-        numba_kernels.in_parallel(fail, 1 << 20, 0, later=True)
-        raise KeyError
-    with pytest.raises(ZeroDivisionError), dispatch.together():
-        numba_kernels.in_parallel(fail, 1 << 20, 0, later=True)
 
 
 def test_without_numba_the_engine_runs_in_plain_torch():

@@ -204,30 +204,6 @@ def test_which_tensors_share_a_segment_does_not_matter(
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_many_small_tensors_are_one_call(distribution: str, monkeypatch: pytest.MonkeyPatch):
-    """One segment, one call of the kernel whatever their number, and right in every tensor."""
-    name = "add_signs" if distribution == "rademacher" else "add_normals"
-    calls, original = [], getattr(dispatch, name)
-    monkeypatch.setattr(dispatch, name, lambda *a: (calls.append(a[0].numel()), original(*a)))
-    values = torch.randn(8_100, generator=torch.Generator().manual_seed(0))
-    sizes = [1 + i % 7 for i in range(2_000)]
-    tensors = {f"t{i}": part.clone() for i, part in enumerate(values[: sum(sizes)].split(sizes))}
-    space = space_of(tensors, distribution=distribution)
-    assert space.dimension == sum(sizes)
-    assert len(space._segments) == 1
-    before, start, u = copies(space.tensors), flat(space), Direction(KEY, 1)
-    assert [offset for offset, _ in space.layout] == [32 * i for i in range(2_000)]
-    padded = space.stream(u).raw(0, 64_000).view(2_000, 32)
-    expected = torch.cat([row[:n] for row, n in zip(padded, sizes)]) * space.stream(u).scale
-    space.move_to_(((u, SMOOTHING),))
-    assert torch.allclose(flat(space), start + SMOOTHING * expected.double(), atol=1e-6, rtol=0)
-    assert calls == [1_999 * 32 + sizes[-1]]
-    space.settle_()
-    assert same(space.tensors, before)
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 def test_exact_at_the_very_edge_of_the_grid(distribution: str):
     """theta is led to the range's end by updates; positions replace each other there, exactly."""
     smoothing = 0.05
