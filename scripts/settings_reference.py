@@ -15,7 +15,7 @@ from hf_dpzero.ledger.update_rules import UPDATE_RULES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS
-from hf_dpzero.privacy.private_selection import WORDS
+from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.settings.config import CLIPPINGS, GRADIENTS, ROWS, SAMPLINGS, DPZeroConfig
 from hf_dpzero.settings.correlation_settings import CORRELATIONS

@@ -30,8 +30,8 @@ from hf_dpzero.experiments.runner import (
 )
 from hf_dpzero.experiments.sweep_budget import CHANGES_EVENT, sweep_budget
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.privacy import private_selection as selection
-from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
+from hf_dpzero.privacy import selection
+from hf_dpzero.privacy.selection import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.reporting.redaction import public_results
 from hf_dpzero.shipped import find_config

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_dpzero.experiments.plan import choose_directions
-from hf_dpzero.privacy import private_selection as selection
+from hf_dpzero.privacy import selection
 from hf_dpzero.privacy.plan import PrivacyPlan
 
 CHANGES_EVENT = (

@@ -16,8 +16,8 @@ from hf_dpzero.perturbation.directions import check_distribution
 from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS
+from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.settings import hf_arguments as fields
 from hf_dpzero.settings import private_only

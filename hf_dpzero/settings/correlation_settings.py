@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_dpzero.privacy.correlated_noise.correlation import Correlation
+from hf_dpzero.privacy.correlated.correlation import Correlation
 
 CORRELATIONS = ("none", "toeplitz", "banded", "optimized", "tree")
 BANDS = 32

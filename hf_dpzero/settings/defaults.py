@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from hf_dpzero.perturbation.trainable import is_trained
-from hf_dpzero.privacy.correlated_noise.plans import run_deviation
+from hf_dpzero.privacy.correlated.correlation import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
 
 NOISE_SHARE = 0.3

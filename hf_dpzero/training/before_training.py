@@ -50,8 +50,8 @@ from hf_dpzero.parallel.offloading import check_offload
 from hf_dpzero.parallel.sharded_runs import agreed
 from hf_dpzero.parallel.split import split_placement
 from hf_dpzero.perturbation.trainable import select_trainable
-from hf_dpzero.privacy.group_losses import group_warning
 from hf_dpzero.privacy.mechanisms import VectorMechanism
+from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.settings.defaults import rate_hint
 from hf_dpzero.settings.plan_of import extension_warning
 from hf_dpzero.settings.schedules import judge_schedule, smoothing_of_steps

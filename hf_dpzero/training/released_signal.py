@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from hf_dpzero.ledger.update_rules import Release
-from hf_dpzero.privacy.correlated_noise.innovations import Innovations
-from hf_dpzero.privacy.correlated_noise.plans import sensitivity
+from hf_dpzero.privacy.correlated.correlation import sensitivity
+from hf_dpzero.privacy.correlated.factorization import Innovations
 from hf_dpzero.privacy.discretization import dense_grid
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping, MechanismSchedule
+from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping, MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 

@@ -18,8 +18,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpzero.parallel.split import process_words
-from hf_dpzero.privacy.group_losses import group_words
-from hf_dpzero.privacy.schedule_gain import LABELS, schedule_words
+from hf_dpzero.privacy.words import LABELS, group_words, schedule_words
 from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
 
 _TIMED_STEPS = 3

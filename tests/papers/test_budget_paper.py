@@ -25,8 +25,13 @@ from hf_dpzero.papers.budget import (
     optimal_multipliers,
     private_gradient_descent,
 )
-from hf_dpzero.privacy.quadratics import quadratic_influence, quadratic_responses
-from hf_dpzero.privacy.schedules import Exponential, LearningRateAware, Momentum
+from hf_dpzero.privacy.schedules import (
+    Exponential,
+    LearningRateAware,
+    Momentum,
+    quadratic_influence,
+    quadratic_responses,
+)
 
 CURVATURE = np.linspace(0.1, 1, 20)
 START = np.full(20, 2.0)

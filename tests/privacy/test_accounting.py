@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-import attr
 import numpy as np
 import pytest
 from scipy import optimize, stats
@@ -33,6 +32,13 @@ from hf_dpzero.privacy.events import (
 
 DELTA = 1e-5
 T = 10_000
+
+
+def noise_for(step: StepSpec, steps: int, **target: float) -> float:
+    """The smallest multiplier of so many equal steps."""
+    return calibrated_noise_multiplier(
+        lambda sigma: ((replace(step, noise_multiplier=sigma), steps),), **target
+    )
 
 
 def spec(**changes) -> StepSpec:
@@ -81,7 +87,7 @@ def test_known_values(changes, expected):
 def test_noise_of_the_papers_roberta_runs(epsilon, relation, expected):
     """n = 1024, B = 64, T = 10^4: the noise standard deviation in units of C / B."""
     step = spec(num_examples=1024, batch_size=64.0, relation=relation)
-    sigma = calibrated_noise_multiplier(step, T, epsilon=epsilon, delta=DELTA)
+    sigma = noise_for(step, T, epsilon=epsilon, delta=DELTA)
     assert sigma == pytest.approx(expected, rel=1.5e-3)
 
 
@@ -89,10 +95,10 @@ def test_noise_of_the_papers_roberta_runs(epsilon, relation, expected):
 def test_noise_of_the_reference_implementation(epsilon, expected):
     """It accounts add-or-remove Poisson by RDP and doubles the sensitivity, for replace-one."""
     step = spec(num_examples=1024, batch_size=64.0, accountant="rdp")
-    sigma = calibrated_noise_multiplier(step, T, epsilon=epsilon, delta=DELTA)
+    sigma = noise_for(step, T, epsilon=epsilon, delta=DELTA)
     assert 2 * sigma == pytest.approx(expected, abs=0.02)
     ours = dataclasses.replace(step, relation="replace_one", accountant="pld")
-    ratio = 2 * sigma / calibrated_noise_multiplier(ours, T, epsilon=epsilon, delta=DELTA)
+    ratio = 2 * sigma / noise_for(ours, T, epsilon=epsilon, delta=DELTA)
     assert ratio == pytest.approx(1.08, abs=0.005)
 
 
@@ -411,14 +417,11 @@ def test_lemma_discrete_laplace_costs_a_shift_of_a_quarter_over_b(b, k):
 def test_truncated_claim_covers_neighbours_on_both_sides():
     step = spec(num_examples=40, batch_size=8.0, sampling="truncated_poisson", max_batch_size=9)
     sizes = [
-        accounting._pld_on_fitted_grid(
-            step, attr.evolve(step_event(step), dataset_size=n), 50, 1e-3
-        )
-        for n in (40, 41)
+        accounting._pld_on_fitted_grid([(step, 50)], 1e-3, smaller) for smaller in (True, False)
     ]
     assert sizes[0] != sizes[1]
     assert epsilon_after(step, 50, 1e-3) >= max(sizes)
-    assert step_event(step).dataset_size == 41
+    assert [step_event(step, smaller).dataset_size for smaller in (True, False)] == [40, 41]
     assert step_event(replace(step, relation="replace_one")).dataset_size == 40
 
 
@@ -559,7 +562,7 @@ CALIBRATIONS = [
 def test_calibration_keeps_the_target_and_wastes_nothing(changes, steps, epsilon, delta):
     """At most the target, and above it at 0.1 % less noise."""
     step = spec(**changes)
-    sigma = calibrated_noise_multiplier(step, steps, epsilon=epsilon, delta=delta)
+    sigma = noise_for(step, steps, epsilon=epsilon, delta=delta)
     spent = epsilon_after(replace(step, noise_multiplier=sigma), steps, delta)
     assert spent <= epsilon
     assert epsilon_after(replace(step, noise_multiplier=sigma * 0.999), steps, delta) > epsilon
@@ -567,11 +570,11 @@ def test_calibration_keeps_the_target_and_wastes_nothing(changes, steps, epsilon
 
 def test_unreachable_targets_say_so():
     with pytest.raises(ValueError, match=r"cannot be reached.*use fewer steps"):
-        calibrated_noise_multiplier(spec(**FULL), 10**8, epsilon=1e-6, delta=1e-10)
+        noise_for(spec(**FULL), 10**8, epsilon=1e-6, delta=1e-10)
     for bad in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="must be finite and positive"):
-            calibrated_noise_multiplier(spec(), 10, epsilon=bad, delta=DELTA)
-    least = calibrated_noise_multiplier(spec(**FULL), 1, epsilon=1e9, delta=DELTA)
+            noise_for(spec(), 10, epsilon=bad, delta=DELTA)
+    least = noise_for(spec(**FULL), 1, epsilon=1e9, delta=DELTA)
     assert least == 2.0**-10
 
 

@@ -14,7 +14,7 @@ from scipy import stats
 from hf_dpzero.ledger.update_rules import Release
 from hf_dpzero.privacy.discretization import GRID_RADIUS, discretisation_slack
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import (
+from hf_dpzero.privacy.mechanisms.adaptive import (
     AdaptiveDPAdamW,
     AdaptiveDPSGD,
     AdaptiveScalarMechanism,

@@ -11,10 +11,9 @@ import pytest
 
 from hf_dpzero.privacy.mechanisms import DPSGD, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import composed_epsilon, selection_epsilon
 from hf_dpzero.privacy.sampling import FixedSizeSampler, FullBatchSampler, PoissonSampler
 from hf_dpzero.privacy.sampling import TruncatedPoissonSampler as Truncated
-from hf_dpzero.privacy.trial_count import TrialCount
+from hf_dpzero.privacy.selection import TrialCount, composed_epsilon, selection_epsilon
 
 DELTA = 1e-5
 SAMPLERS: dict[str, Any] = {

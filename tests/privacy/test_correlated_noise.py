@@ -11,16 +11,16 @@ import pytest
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from scipy import stats
 
-from hf_dpzero.privacy.correlated_noise.correlation import KINDS, Correlation
-from hf_dpzero.privacy.correlated_noise.factorization import independent, toeplitz
-from hf_dpzero.privacy.correlated_noise.matrices import roundings
-from hf_dpzero.privacy.correlated_noise.participation import epoch_sensitivity
-from hf_dpzero.privacy.correlated_noise.plans import (
+from hf_dpzero.privacy.correlated.correlation import (
+    KINDS,
+    Correlation,
     gain_against_independent,
     run_deviation,
     step_deviation,
 )
-from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
+from hf_dpzero.privacy.correlated.factorization import epoch_sensitivity, independent, toeplitz
+from hf_dpzero.privacy.correlated.matrices import roundings
+from hf_dpzero.privacy.correlated.stream import CorrelatedNoise, KeyedNoise, new_noise_key
 from hf_dpzero.privacy.discretization import (
     DENSE_DELTA,
     DENSE_LOG_RATIO,
@@ -39,9 +39,9 @@ from hf_dpzero.privacy.mechanisms import (
 )
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import composed_epsilon
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, FullBatchSampler, PoissonSampler
 from hf_dpzero.privacy.schedules import noise_schedule_from_dict
+from hf_dpzero.privacy.selection import composed_epsilon
 
 KEY = bytes(range(32))
 SETTINGS = {kind: {"bands": 4} if kind == "banded" else {} for kind in KINDS}

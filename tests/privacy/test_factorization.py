@@ -9,11 +9,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from hf_dpzero.privacy.correlated_noise.factorization import (
+from hf_dpzero.privacy.correlated.factorization import (
     MAX_DENSE_ROUNDS,
     Dense,
     Restarted,
     banded,
+    epoch_sensitivity,
     independent,
     optimized,
     reciprocal,
@@ -21,7 +22,6 @@ from hf_dpzero.privacy.correlated_noise.factorization import (
     tree,
     tree_least_squares,
 )
-from hf_dpzero.privacy.correlated_noise.participation import epoch_sensitivity
 
 KINDS = {
     "independent": independent,

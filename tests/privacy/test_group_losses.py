@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from hf_dpzero.privacy.described import read
 from hf_dpzero.privacy.group_losses import (
     GROUP_LOSSES,
     BalancedGroups,
     PerStepGroups,
     PrefixSumGroups,
     VertexGroups,
-    group_losses_from_dict,
-    group_words,
 )
 from hf_dpzero.privacy.group_losses.vertex import gaussian_precision
 from hf_dpzero.privacy.mechanisms import (
@@ -39,6 +38,7 @@ from hf_dpzero.privacy.sampling import (
     TruncatedPoissonSampler,
 )
 from hf_dpzero.privacy.schedules import noise_schedule_from_dict
+from hf_dpzero.privacy.words import group_words
 
 THREE = {"names": ("a", "b", "c"), "shares": (0.5, 0.3, 0.2)}
 UNIT = 2**30
@@ -68,15 +68,15 @@ def test_every_kind_has_a_row_and_reads_itself_back():
     assert set(GROUP_LOSSES.values()) == set(KINDS) and len(KINDS) == 4
     for kind in KINDS:
         groups = kind(**THREE, loss_bound=3)
-        assert group_losses_from_dict(groups.to_dict()) == groups
+        assert read(GROUP_LOSSES, "group_weights", groups.to_dict()) == groups
         plan = plan_of(groups)
         again = PrivacyPlan.from_dict(plan.to_dict())
         assert again == plan and again.digest() == plan.digest()
         assert groups.name in group_words(plan)
     with pytest.raises(ValueError, match="unknown"):
-        group_losses_from_dict({"name": "other", **THREE})
-    with pytest.raises(ValueError, match="no fields"):
-        group_losses_from_dict({"name": "vertex", **THREE, "tau": 1})
+        read(GROUP_LOSSES, "group_weights", {"name": "other", **THREE})
+    with pytest.raises(ValueError, match="has no 'tau'"):
+        read(GROUP_LOSSES, "group_weights", {"name": "vertex", **THREE, "tau": 1})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_dpzero.privacy import composition
+from hf_dpzero.privacy import accounting
 from hf_dpzero.privacy.accounting import epsilon_after
 from hf_dpzero.privacy.events import StepSpec
 from hf_dpzero.privacy.heterogeneous import _losses, composed_epsilon, grouped
@@ -44,7 +44,7 @@ def test_agrees_with_dp_accounting(sigma, delta):
 def test_equal_steps_cost_what_one_kind_costs(n, batch):
     one = spec(1.0, n, batch)
     nearly = dataclasses.replace(one, noise_multiplier=1.0 + 1e-10)
-    together = composition.epsilon_together(((one, 250), (nearly, 250)), 1e-5)
+    together = accounting.epsilon_together(((one, 250), (nearly, 250)), 1e-5)
     assert together == pytest.approx(epsilon_after(one, 500, 1e-5), rel=1e-4)
 
 

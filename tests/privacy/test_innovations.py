@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_dpzero.privacy.correlated_noise.correlation import Correlation
-from hf_dpzero.privacy.correlated_noise.innovations import Innovations
+from hf_dpzero.privacy.correlated.correlation import Correlation
+from hf_dpzero.privacy.correlated.factorization import Innovations
 
 CORRELATIONS = [
     Correlation(kind="toeplitz"),

@@ -14,7 +14,14 @@ from scipy import stats
 
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import (
+from hf_dpzero.privacy.sampling import (
+    FixedSizeSampler,
+    FullBatchSampler,
+    PoissonSampler,
+    TruncatedPoissonSampler,
+)
+from hf_dpzero.privacy.selection import (
+    TrialCount,
     calibrate_composed,
     calibrate_selection,
     composed_epsilon,
@@ -22,13 +29,6 @@ from hf_dpzero.privacy.private_selection import (
     selection_event,
     with_noise,
 )
-from hf_dpzero.privacy.sampling import (
-    FixedSizeSampler,
-    FullBatchSampler,
-    PoissonSampler,
-    TruncatedPoissonSampler,
-)
-from hf_dpzero.privacy.trial_count import TrialCount
 
 DELTA = 1e-5
 

@@ -17,10 +17,7 @@ from hf_dpzero.papers.budget import PrintedMomentum
 from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import composed_epsilon, selection_epsilon
-from hf_dpzero.privacy.quadratics import quadratic_influence
 from hf_dpzero.privacy.sampling import sampler_from_dict
-from hf_dpzero.privacy.schedule_gain import gain_against_uniform, schedule_words
 from hf_dpzero.privacy.schedules import (
     Exponential,
     ExponentialFactors,
@@ -31,10 +28,12 @@ from hf_dpzero.privacy.schedules import (
     Momentum,
     Subsampled,
     noise_schedule_from_dict,
+    quadratic_influence,
     rate_factors,
     shape,
 )
-from hf_dpzero.privacy.trial_count import TrialCount
+from hf_dpzero.privacy.selection import TrialCount, composed_epsilon, selection_epsilon
+from hf_dpzero.privacy.words import gain_against_uniform, schedule_words
 
 DELTA = 1e-5
 KAPPA20 = 1 - 1 / 20
