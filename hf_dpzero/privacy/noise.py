@@ -38,7 +38,7 @@ class NoiseSource(ABC):
       secure: False if anybody who knows a seed can subtract the noise.
       correlated: whether the noise of a step depends on that of others; discrete noise never does.
       base_deviation: of independent draws behind `normals`, where these are sums of several
-        (`correlated_noise`): what they are multiplied by, in noise scales of a mechanism.
+        (`correlated`): what they are multiplied by, in noise scales of a mechanism.
     """
 
     name: ClassVar[str]

@@ -459,12 +459,6 @@ def test_laplace_has_a_pure_epsilon():
     assert epsilon_after(replace(sampled, noise_multiplier=2.0**-9), 1, 0.0) == math.inf
 
 
-@pytest.mark.parametrize("delta", [0.0, -1e-5, 1.0, 1e-13, math.nan])
-def test_delta_out_of_range_is_refused(delta):
-    with pytest.raises(ValueError, match=r"is outside \[1e-12, 1\)"):
-        epsilon_after(spec(), 10, delta)
-
-
 def test_lemma_2_2_of_the_paper():
     """sigma = 4 C sqrt(2 T log(e + eps/delta)) / (n eps) on the mean, so times n / C on the sum."""
     sigma = lemma_noise_multiplier(2.0, 500, 1e-6)
@@ -487,34 +481,6 @@ def test_an_order_that_is_left_out_says_nothing(caplog):
     logging.getLogger("absl").warning("_compute_log_a_frac failed to converge after 5 iterations")
     logging.getLogger("absl").warning("another")
     assert caplog.messages == ["another"]
-
-
-REFUSED = [
-    ({"accountant": "advanced_composition", "relation": "replace_one"},
-     "use accountant='pld', or the full_batch sampler"),
-    ({**TRUNCATED, "accountant": "advanced_composition"}, "no amplification by sampling"),
-    ({**FIXED, "accountant": "advanced_composition"}, "no amplification by sampling"),
-    ({**LEMMA, "relation": "add_or_remove_one"}, "neighboring_relation='replace_one', or acc"),
-    ({**LEMMA, "relation": "replace_special"}, "not 'replace_special'"),
-    ({**LEMMA, "distribution": "laplace"}, "use accountant='pld' with noise_distribution='laplace'"),
-    ({**FIXED, "relation": "add_or_remove_one"}, "use neighboring_relation='replace_one', or"),
-    ({**FIXED, "relation": "replace_special"}, "under neighboring_relation='replace_special'"),
-    ({**FIXED, "distribution": "laplace"}, "no event for Laplace noise; use noise_distribution="),
-    ({**TRUNCATED, "distribution": "laplace"}, "truncated_poisson sampling has no event for Lap"),
-    ({**TRUNCATED, "accountant": "rdp"}, "does not support truncated_poisson"),
-    ({"distribution": "laplace", "relation": "replace_one"}, "use neighboring_relation='add_or"),
-    ({"distribution": "laplace", "accountant": "rdp"}, "does not support poisson sampling of Lap"),
-    ({"relation": "replace_one", "accountant": "rdp"}, "'pld', or neighboring_relation='add_or"),
-    ({"relation": "swap"}, "neighboring_relation='swap' is unknown; use one of"),
-    ({"accountant": "gdp"}, "accountant='gdp' is unknown; use one of"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_unsound_combinations_are_refused(changes, message):
-    for refuse in (check_sound, lambda x: epsilon_after(x, 1, DELTA), step_event):
-        with pytest.raises(ValueError, match=message):
-            refuse(spec(**changes))
 
 
 def test_everything_that_is_not_refused_is_accounted():
@@ -566,16 +532,6 @@ def test_calibration_keeps_the_target_and_wastes_nothing(changes, steps, epsilon
     spent = epsilon_after(replace(step, noise_multiplier=sigma), steps, delta)
     assert spent <= epsilon
     assert epsilon_after(replace(step, noise_multiplier=sigma * 0.999), steps, delta) > epsilon
-
-
-def test_unreachable_targets_say_so():
-    with pytest.raises(ValueError, match=r"cannot be reached.*use fewer steps"):
-        noise_for(spec(**FULL), 10**8, epsilon=1e-6, delta=1e-10)
-    for bad in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="must be finite and positive"):
-            noise_for(spec(), 10, epsilon=bad, delta=DELTA)
-    least = noise_for(spec(**FULL), 1, epsilon=1e9, delta=DELTA)
-    assert least == 2.0**-10
 
 
 def test_root_search_on_known_functions():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from hf_dpzero.privacy.correlated.factorization import (
-    MAX_DENSE_ROUNDS,
     Dense,
     Restarted,
     banded,
@@ -93,11 +92,6 @@ def test_a_tree_of_a_thousand_rounds_saves_the_level_that_no_prefix_uses():
     assert independent(1000).prefix_error == 500.5
 
 
-@pytest.mark.slow
-def test_the_optimized_factorization_of_a_thousand_rounds():
-    assert optimized(1000, 1e-3).prefix_error == pytest.approx(8.691, rel=2e-3)
-
-
 def test_the_published_bound_of_the_column_norm_is_below_the_norm():
     for rounds in (2, 10, 100, 1000, 10_000):
         assert toeplitz(rounds).squared_column_norms[0] > 1 + math.log(4 * rounds / 5) / math.pi
@@ -160,18 +154,3 @@ def test_sensitivity_of_a_part_of_the_rounds():
         np.linalg.norm(c[:6, 0] + c[:6, 4])
     )
     assert epoch_sensitivity(factorization, 4, 6) < epoch_sensitivity(factorization, 4)
-
-
-def test_what_is_refused():
-    for make, message in (
-        (lambda: toeplitz(0), "rounds=0"),
-        (lambda: banded(4, 0), "bands=0"),
-        (lambda: optimized(MAX_DENSE_ROUNDS + 1), "toeplitz or banded"),
-        (lambda: tree_least_squares(MAX_DENSE_ROUNDS + 1), "rounds by rounds"),
-        (lambda: Dense(np.ones((3, 3)), "x"), "lower triangular"),
-        (lambda: toeplitz(4).noise_row(4), "fixed in advance"),
-        (lambda: epoch_sensitivity(toeplitz(4), 0), "rounds_per_epoch=0"),
-        (lambda: epoch_sensitivity(toeplitz(4), 1, 5), "count=5"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()

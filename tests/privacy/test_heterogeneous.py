@@ -90,7 +90,7 @@ def test_groups_are_few_and_never_have_more_noise(seed):
 
 def test_groups_of_ten_thousand_levels_cost_below_one_percent():
     sigmas = 4.0 * np.exp(np.linspace(0.7, -0.7, 10_000))
-    finest = composed_epsilon(grouped(sigmas, 1500), 1 / 64, 1e-5, 4e-4)
+    finest = composed_epsilon(grouped(sigmas, 600), 1 / 64, 1e-5, 4e-4)
     assert finest <= composed_epsilon(grouped(sigmas), 1 / 64, 1e-5, 4e-4) <= 1.01 * finest
 
 
