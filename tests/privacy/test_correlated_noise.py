@@ -214,16 +214,6 @@ def test_a_run_that_extends_another_is_a_new_block():
     assert poisson.epsilon(1e-5) > first.epsilon(1e-5)
 
 
-def test_one_step():
-    for kind in KINDS:
-        plan = plan_of(kind, n=10, batch=10, steps=1)
-        assert plan.correlation.sensitivity(1, 1) == pytest.approx(1.0)
-        assert plan.epsilon(1e-5) == pytest.approx(
-            float(get_epsilon_gaussian(1.25, 1e-5 * DENSE_DELTA)), abs=1e-4
-        )
-        assert np.isfinite(stream(kind, 1, 4)).all()
-
-
 MECHANISM = {"clip": 0.5, "noise_multiplier": 1.25, "expected_batch_size": 10}
 
 
@@ -323,8 +313,8 @@ def test_the_slack_of_correlated_vectors():
     assert correlated_draws(1, 1, 300.0) > 200 * correlated_draws(1, 1, 12.0)  # few draws: no mean
 
 
-@pytest.mark.parametrize("bands", [1, 32, 128, 10_000])
-@pytest.mark.parametrize("dimension", [10**5, 2**27, 2**31])
+@pytest.mark.parametrize("bands", [32, 10_000])
+@pytest.mark.parametrize("dimension", [10**5, 2**31])
 def test_models_of_billions_of_coordinates_over_ten_thousand_steps_are_accepted(bands, dimension):
     plan = PrivacyPlan(
         sampler=FixedBatchesSampler(num_examples=10**6, expected_batch_size=100),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from statistics import NormalDist
@@ -141,30 +140,6 @@ def test_weights_before_the_clip_leave_the_sensitivity_alone():
     # weights after the clip would not do
     clipped = np.array(mechanism.clip_sum(torch.tensor([[9.0, 0.0, 0.0]])), dtype=float)
     assert np.linalg.norm(5 * clipped) > UNIT
-
-
-@pytest.mark.parametrize(("period", "steps"), [(4, 4), (4, 10), (1, 6), (7, 5)])
-def test_the_sensitivity_of_prefix_sums_by_brute_force(period, steps):
-    """All patterns of an example's +-1 contributions, in each place of a pass."""
-    groups = PrefixSumGroups(**THREE)
-    sampler = (
-        FixedBatchesSampler(num_examples=10 * period, expected_batch_size=10)
-        if period > 1
-        else FullBatchSampler(num_examples=10, expected_batch_size=10)
-    )
-    column = np.cumprod([1.0, *(1 - 0.5 / k for k in range(1, steps))])
-    strategy = np.array(
-        [[column[i - j] if i >= j else 0.0 for j in range(steps)] for i in range(steps)]
-    )
-    assert np.allclose(strategy @ strategy, np.tril(np.ones((steps, steps))))
-    largest = 0.0
-    for place in range(min(period, steps)):
-        columns = strategy[:, place::period]
-        for signs in itertools.product((-1, 1), repeat=columns.shape[1]):
-            largest = max(largest, float(np.linalg.norm(columns @ np.array(signs))))
-    assert groups.sensitivity(sampler, steps) == pytest.approx(largest, rel=1e-9)
-    part = groups.sensitivity(sampler, steps, count=max(1, steps // 2))
-    assert part <= groups.sensitivity(sampler, steps) + 1e-12
 
 
 def test_draws_stay_within_their_range_by_brute_force():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections import Counter
 from decimal import Decimal
@@ -18,13 +19,16 @@ from hf_dpzero.privacy.sampling import (
     FullBatchSampler,
     PoissonSampler,
 )
+from hf_dpzero.privacy.schedules import Given
 from hf_dpzero.privacy.selection import (
     TrialCount,
     calibrate_composed,
     calibrate_selection,
     composed_epsilon,
+    composition_entry,
     selection_epsilon,
     selection_event,
+    total_epsilon,
     with_noise,
 )
 
@@ -261,3 +265,10 @@ def test_without_noise_nothing_is_bounded() -> None:
     mezo = dataclasses.replace(make_plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
     assert math.isinf(selection_epsilon(mezo, TrialCount(mean=2.0), DELTA))
     assert math.isinf(composed_epsilon([mezo], DELTA))
+
+
+def test_a_composition_with_given_levels_is_read_back_from_a_file() -> None:
+    """JSON has lists where the schedule has tuples: the run's own plan is found among those listed."""
+    plan = make_plan(steps=3, noise_schedule=Given(levels=(2.0, 1.0, 1.0)))
+    entry = json.loads(json.dumps(composition_entry([plan, plan], ["clip"])))
+    assert total_epsilon(plan, entry, DELTA) == composed_epsilon([plan, plan], DELTA)
