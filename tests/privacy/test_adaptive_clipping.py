@@ -23,10 +23,8 @@ from hf_dpzero.privacy.mechanisms.adaptive import (
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import (
-    FixedSizeSampler,
     FullBatchSampler,
     PoissonSampler,
-    TruncatedPoissonSampler,
 )
 
 COUNTED = 2**36 // 65
@@ -205,8 +203,6 @@ def test_every_draw_has_its_slack():
 
 SAMPLERS = [
     PoissonSampler(num_examples=100, expected_batch_size=16),
-    TruncatedPoissonSampler(num_examples=100, expected_batch_size=16, max_batch_size=32),
-    FixedSizeSampler(num_examples=100, expected_batch_size=16),
     FullBatchSampler(num_examples=16, expected_batch_size=16),
 ]
 
