@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.cli.options import Plan
-from hf_dpzero.privacy.correlated_noise.plans import step_deviation
-from hf_dpzero.privacy.group_losses import group_words
+from hf_dpzero.privacy.correlated.correlation import step_deviation
 from hf_dpzero.privacy.mechanisms import RELATIONS
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.schedule_gain import gain_against_uniform, schedule_words
+from hf_dpzero.privacy.words import gain_against_uniform, group_words, schedule_words
 from hf_dpzero.values import encode
 
 if TYPE_CHECKING:

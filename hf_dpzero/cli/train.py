@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hf_dpzero.cli.options import Evaluate, Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
-from hf_dpzero.privacy.schedule_gain import schedule_curves
+from hf_dpzero.privacy.words import schedule_curves
 from hf_dpzero.recipes.adapters import ADAPTER_FILE
 from hf_dpzero.recipes.build import (
     build_trainer,

@@ -22,8 +22,8 @@ from hf_dpzero.experiments.plan import choose_directions
 from hf_dpzero.experiments.results import Row, Run
 from hf_dpzero.experiments.runner import Attempt, Workspace, execute, locked, train_in_process
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.privacy import private_selection as selection
-from hf_dpzero.privacy.trial_count import TRIAL_SHAPES, TrialCount
+from hf_dpzero.privacy import selection
+from hf_dpzero.privacy.selection import TRIAL_SHAPES, TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.reporting.hub import public_results
 from hf_dpzero.reporting.wording import Tuning

@@ -23,7 +23,7 @@ from hf_dpzero.experiments.tables import grid
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import WORDS, composed_epsilon
+from hf_dpzero.privacy.selection import WORDS, composed_epsilon
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, round_up

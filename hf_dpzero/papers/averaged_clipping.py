@@ -20,18 +20,64 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.regressions import Array, Data, Objective
 from hf_dpzero.privacy.mechanisms import DPSGD
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
 
+Array = NDArray[np.float64]
 Clipping = Literal["averaged", "per_example"]
+
+
+class Data(NamedTuple):
+    """Examples: xi, float64 [n, d], and y, float64 [n]."""
+
+    features: Array
+    targets: Array
+
+
+@dataclass(frozen=True)
+class Objective:
+    """f(x, (xi, y)) = loss(<x, xi>, y); the gradient of an example is slope(<x, xi>, y) xi.
+
+    Attributes:
+      name: "linear" or "logistic".
+      smoothness: L of the population loss with xi ~ N(0, I).
+      loss: of predictions and targets, elementwise.
+      slope: its derivative by the prediction.
+    """
+
+    name: str
+    smoothness: float
+    loss: Callable[[Array, Array], Array]
+    slope: Callable[[Array, Array], Array]
+
+    def slopes(self, x: Array, data: Data) -> Array:
+        """Returns the factors of xi in the per-example gradients at the points x [P, d]: [n, P]."""
+        return self.slope(data.features @ x.T, data.targets[:, None])
+
+    def mean_loss(self, x: Array, data: Data) -> Array:
+        """Returns the mean loss at the points x [P, d]: [P]."""
+        return np.asarray(self.loss(data.features @ x.T, data.targets[:, None]).mean(axis=0))
+
+
+def _sigmoid(u: Array) -> Array:
+    from scipy.special import expit
+
+    return np.asarray(expit(u), dtype=np.float64)
+
+
+LINEAR = Objective("linear", 2.0, lambda p, y: (p - y) ** 2, lambda p, y: 2 * (p - y))
+LOGISTIC = Objective(
+    "logistic", 0.25, lambda p, y: np.logaddexp(0.0, y * p), lambda p, y: y * _sigmoid(y * p)
+)
+"""log(1 + exp(y <x, xi>)) with the paper's labels; it prints 1 + y <x, xi> in the exponent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +114,7 @@ class Descent:
             raise ValueError(f"groups={self.groups} needs clipping='averaged'; leave it at 1.")
 
     def plan(self, num_examples: int, noise_multiplier: float = 1.0) -> PrivacyPlan:
-        """One accountant over the steps of all stages, Poisson batches, add-or-remove neighbours.
+        """Returns one account of all stages' steps: Poisson batches, add-or-remove neighbours.
 
         Args:
           num_examples: n.
@@ -95,23 +141,14 @@ class Descent:
 
     @property
     def divisor(self) -> int:
-        """What the noised sum is divided by: k, or m for per-example clipping."""
+        """Returns what the noised sum is divided by: k, or m for per-example clipping."""
         return self.groups if self.clipping == "averaged" else self.batch_size
 
 
-@functools.cache
 def calibrated(descent: Descent, num_examples: int, epsilon: float, delta: float) -> float:
-    """The smallest noise multiplier, in clips, with which the algorithm is (epsilon, delta)-DP.
+    """Returns the smallest noise deviation on the sum, in clips, with which it is (epsilon, delta)-DP.
 
     It contains the 2 of the sensitivity of averaged clipping.
-
-    Args:
-      descent: the algorithm.
-      num_examples: n.
-      epsilon, delta: the target.
-
-    Returns:
-      Noise deviation on the sum over the clip.
     """
     return _calibrated(
         descent.plan(num_examples).mechanism.sensitivity_add_remove,
@@ -125,7 +162,7 @@ def calibrated(descent: Descent, num_examples: int, epsilon: float, delta: float
 def _calibrated(
     sensitivity: int, steps: int, batch_size: int, target: tuple[int, float, float]
 ) -> float:
-    """Calibration depends on sampling, steps and sensitivity only, which is a factor."""
+    # Calibration depends on sampling, steps and sensitivity only, which is a factor.
     n, epsilon, delta = target
     if sensitivity != 1:
         return sensitivity * _calibrated(1, steps, batch_size, target)
@@ -136,16 +173,13 @@ def _calibrated(
 def true_epsilon(
     descent: Descent, num_examples: int, noise_multiplier: float, delta: float
 ) -> float:
-    """Epsilon of an algorithm with any noise, by the correct accountant.
+    """Returns epsilon of an algorithm with any noise, by the correct accountant; an upper bound.
 
     Args:
       descent: the algorithm.
       num_examples: n.
       noise_multiplier: deviation of the noise on the sum over the clip; 0 gives infinity.
       delta: the delta.
-
-    Returns:
-      An upper bound.
     """
     if noise_multiplier == 0:
         return math.inf
@@ -153,15 +187,7 @@ def true_epsilon(
 
 
 def check_batch_size(batch_size: float, num_examples: int) -> None:
-    """Refuses m > n.
-
-    Args:
-      batch_size: m.
-      num_examples: n.
-
-    Raises:
-      ValueError: m > n.
-    """
+    """Refuses m > n."""
     if batch_size > num_examples:
         raise ValueError(
             f"batch_size={batch_size:g} is larger than num_examples={num_examples}: the parameters "
@@ -170,14 +196,11 @@ def check_batch_size(batch_size: float, num_examples: int) -> None:
 
 
 def clip_vectors(vectors: Array, clips: Array) -> Array:
-    """v min(1, lambda / ||v||) over the last axis; a zero vector stays zero.
+    """Returns v min(1, lambda / ||v||) over the last axis; a zero vector stays zero.
 
     Args:
       vectors: [..., d].
       clips: lambda > 0, broadcast against [...].
-
-    Returns:
-      [..., d].
 
     >>> clip_vectors(np.array([[3.0, 4.0], [0.0, 0.0]]), np.array([1.0, 1.0])).tolist()
     [[0.6000000000000001, 0.8], [0.0, 0.0]]
@@ -186,14 +209,14 @@ def clip_vectors(vectors: Array, clips: Array) -> Array:
 
 
 def _factors(norms: Array, clips: Array) -> Array:
-    """min(1, clip / norm), 1 where the norm is 0."""
+    # min(1, clip / norm), 1 where the norm is 0
     return clips / np.maximum(norms, clips)
 
 
 def averaged_clip(
     slopes: Array, features: Array, clips: Array, batch_size: int, groups: NDArray[np.int64]
 ) -> Array:
-    """Sum over the k groups of the clipped group means (Eq. 2 for k = 1).
+    """Returns the sum over the k groups of the clipped group means (Eq. 2 for k = 1).
 
     Guarantee: one example more, less or exchanged moves it by at most 2 lambda.
 
@@ -213,7 +236,7 @@ def averaged_clip(
 
 
 def per_example_clip(slopes: Array, features: Array, clips: Array) -> Array:
-    """Sum of the clipped per-example gradients (Abadi et al. 2016, Algorithm 1).
+    """Returns the sum of the clipped per-example gradients (Abadi et al. 2016, Algorithm 1).
 
     Guarantee: one example more or less moves it by at most C.
 
@@ -230,16 +253,8 @@ def per_example_clip(slopes: Array, features: Array, clips: Array) -> Array:
 
 
 def poisson_batch(generator: np.random.Generator, num_examples: int, batch_size: int) -> NDArray:
-    """Indices of a Poisson batch with probability m/n: a binomial count, then a subset of that size.
-
-    Args:
-      generator: the source of randomness.
-      num_examples: n.
-      batch_size: m.
-
-    Returns:
-      int64 [b], distinct; may be empty.
-    """
+    """Draws a Poisson batch with probability m/n: distinct indices, int64 [b]; may be empty."""
+    # a binomial count, then a subset of that size
     count = generator.binomial(num_examples, batch_size / num_examples)
     return generator.choice(num_examples, count, replace=False, shuffle=False)
 
@@ -277,41 +292,27 @@ def run(
     check_batch_size(descent.batch_size, len(data.targets))
     if not (np.all(cells.clips > 0) and np.all(cells.noises >= 0)):
         raise ValueError(f"clips={cells.clips} must be positive, noises={cells.noises} >= 0.")
-    group_of = generator.integers(descent.groups, size=len(data.targets))
+    n, kinds = len(data.targets), np.arange(descent.groups)[:, None]
+    group_of = generator.integers(descent.groups, size=n)
     x = np.zeros((len(cells.clips), data.features.shape[1]))
     with np.errstate(over="ignore", invalid="ignore"):
         for stage in range(descent.stages):
-            shrunk = cells._replace(clips=cells.clips * 2.0 ** (-stage / 2))
-            x = _stage(objective, data, descent, shrunk, generator, group_of, x)
+            clips, total = cells.clips * 2.0 ** (-stage / 2), np.zeros_like(x)
+            for _ in range(descent.steps):  # Algorithm 1 from the average of the stage before
+                total += x
+                batch = poisson_batch(generator, n, descent.batch_size)
+                part = Data(data.features[batch], data.targets[batch])
+                slopes = objective.slopes(x, part)
+                if descent.clipping == "averaged":
+                    of = (group_of[batch] == kinds).astype(np.int64)
+                    clipped = averaged_clip(slopes, part.features, clips, descent.batch_size, of)
+                else:
+                    clipped = per_example_clip(slopes, part.features, clips)
+                # an empty batch releases its noise like any other
+                z = generator.standard_normal(x.shape[1])
+                noised = clipped + (cells.noises * clips)[:, None] * z
+                x = x - cells.rates[:, None] * noised / descent.divisor
+                if descent.radius < math.inf:
+                    x = clip_vectors(x, np.full(len(x), descent.radius))
+            x = total / descent.steps
     return x
-
-
-def _stage(
-    objective: Objective,
-    data: Data,
-    descent: Descent,
-    cells: Cells,
-    generator: np.random.Generator,
-    group_of: NDArray[np.int64],
-    start: Array,
-) -> Array:
-    """Algorithm 1 from `start`: the average of x^0 .. x^{N-1}, [P, d]."""
-    x, total = start.copy(), np.zeros_like(start)
-    n, kinds = len(data.targets), np.arange(descent.groups)[:, None]
-    for _ in range(descent.steps):
-        total += x
-        batch = poisson_batch(generator, n, descent.batch_size)
-        part = Data(data.features[batch], data.targets[batch])
-        slopes = objective.slopes(x, part)
-        if descent.clipping == "averaged":
-            of = (group_of[batch] == kinds).astype(np.int64)
-            clipped = averaged_clip(slopes, part.features, cells.clips, descent.batch_size, of)
-        else:
-            clipped = per_example_clip(slopes, part.features, cells.clips)
-        # an empty batch releases its noise like any other
-        z = generator.standard_normal(x.shape[1])
-        noised = clipped + (cells.noises * cells.clips)[:, None] * z
-        x = x - cells.rates[:, None] * noised / descent.divisor
-        if descent.radius < math.inf:
-            x = clip_vectors(x, np.full(len(x), descent.radius))
-    return total / descent.steps

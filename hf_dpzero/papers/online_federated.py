@@ -10,6 +10,12 @@ learner's stream. A record moves one g_i by at most 2 B_g: it may turn its own g
 later local steps of its round start from elsewhere, so the 1/tau of the mean is lost. The release is one
 Gaussian mechanism with sensitivity 2 B_g max_r ||c_col^r|| (Lemma IV.8); nothing is sampled.
 
+The factorisations are `privacy.correlated`'s: (i) `tree` and, with the least noise that its nodes allow,
+`tree_least_squares`; (ii) `optimized`; (iii) `toeplitz`; and `independent`. Their column norms are exact
+and count no node of the tree that is never released. `calibrated` and `true_epsilon` use the exact
+Gaussian mechanism (Balle and Wang 2018). Lemma IV.8's formula goes through zCDP; it is
+`paper_deviation`, and Eq. (8)'s bound `paper_column_bound`.
+
 `local_message` and `learn` follow the algorithm learner by learner. `simulate` runs many cells and seeds
 side by side on the mean of the learners' noise, which is all that the server uses of it. Both simulate
 from seeded generators: nothing here is a private release.
@@ -24,6 +30,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hf_dpzero.privacy.correlated import factorization as f
 
 Array = NDArray[Any]
 Gradient = Callable[[Array, Any], Array]
@@ -61,7 +69,7 @@ class Federation:
                 raise ValueError(f"{name}={value} must be positive.")
 
     def sensitivity(self) -> float:
-        """2 B_g: the largest move of one round's g_i when a record is replaced.
+        """Returns 2 B_g: the largest move of one round's g_i when a record is replaced.
 
         Raises:
           ValueError: the clip is infinite.
@@ -73,7 +81,7 @@ class Federation:
         return 2 * self.clip
 
     def convex_sensitivity(self, etilde: float, smoothness: float) -> float:
-        """2 B_g / tau, where every record's clipped gradient is that of a convex L-smooth loss.
+        """Returns 2 B_g / tau, where every record's clipped gradient is that of a convex L-smooth loss.
 
         A local step is then no expansion for eta <= 2 / L: two paths that differ in one record are never
         further apart than after it, 2 eta B_g. Not in the paper. A logistic loss keeps the property when
@@ -94,7 +102,7 @@ class Federation:
         return self.sensitivity() / self.local_steps
 
     def local_rate(self, etilde: Any) -> Any:
-        """eta = etilde / (eta_g tau)."""
+        """Returns eta = etilde / (eta_g tau)."""
         return etilde / (self.server_rate * self.local_steps)
 
 
@@ -110,10 +118,7 @@ class Stream:
         self._served = 0
 
     def take(self, round_: int) -> Any:
-        """The records of the next round.
-
-        Args:
-          round_: its number; must be the next one.
+        """Returns the records of round `round_`, which must be the next one.
 
         Raises:
           ValueError: a round that was served before, or one too early; no records left.
@@ -134,7 +139,7 @@ class Stream:
 
 
 def clipped(gradients: Array, clip: float) -> Array:
-    """Gradients scaled to norm at most `clip` along the last axis; one that is not finite counts as 0.
+    """Scales gradients to norm at most `clip` along the last axis; one that is not finite is 0.
 
     >>> clipped(np.array([[3.0, 4.0], [np.inf, 0.0]]), 1.0).round(3).tolist()
     [[0.6, 0.8], [0.0, 0.0]]
@@ -150,7 +155,7 @@ def clipped(gradients: Array, clip: float) -> Array:
 def local_message(
     gradient: Gradient, x: Array, records: Sequence[Any], rate: float, clip: float
 ) -> Array:
-    """g_i = (x - z^tau) / (eta tau): the mean of the clipped gradients along the local steps.
+    """Returns g_i = (x - z^tau) / (eta tau): the mean of the clipped gradients along the local steps.
 
     Guarantee: replacing one record moves it by at most 2 `clip`.
 
@@ -185,7 +190,7 @@ def learn(
     etilde: float,
     start: Array,
 ) -> Iterator[tuple[Array, Array]]:
-    """Algorithm 1, learner by learner.
+    """Runs Algorithm 1, learner by learner.
 
     Args:
       federation: rounds, local steps, clip.
@@ -231,7 +236,7 @@ class Oracle(Protocol):
     """Local steps of all cells, seeds and learners at once."""
 
     def mean_message(self, x: Array, records: Any, rates: Array, clip: float) -> Array:
-        """The learners' mean of g_i.
+        """Returns the learners' mean of g_i.
 
         Args:
           x: models [C, S, d].
@@ -260,7 +265,7 @@ def simulate(
     cells: Cells,
     start: Array,
 ) -> Iterator[Array]:
-    """Algorithm 1 for C cells and S seeds at once; the cells of a seed share records and noise.
+    """Runs Algorithm 1 for C cells and S seeds at once; the cells of a seed share records and noise.
 
     Args:
       federation: rounds, local steps, learners, clip.
@@ -289,3 +294,91 @@ def simulate(
             g = oracle.mean_message(x, stream.take(r), rates, federation.clip)
             x = x - steps * (g + scales * noises[cells.kinds, r])
             yield x
+
+
+# ------------------------------------------------------------------ noise, and the epsilon that it buys
+
+NOISES: dict[str, Callable[[int], f.Factorization] | None] = {
+    "noiseless": None,
+    "independent": f.independent,
+    "tree": f.tree,
+    "tree_least_squares": f.tree_least_squares,
+    "optimized": f.optimized,
+    "toeplitz": f.toeplitz,
+}
+"""Name -> R -> factorisation."""
+DENSE = ("tree_least_squares", "optimized")
+"""Those that are only to be had for `factorization.MAX_DENSE_ROUNDS` rounds."""
+
+
+def increments(factorization: f.Factorization | None, xi: Array) -> Array:
+    """Returns (b^{r+1} - b^r) xi = (C^{-1} xi)_r for all rounds, b^0 = 0.
+
+    Args:
+      factorization: of R rounds; None for no noise.
+      xi: [R, ...]; its precision is kept.
+
+    Returns:
+      [R, ...]; their running sum is B xi.
+    """
+    if factorization is None:
+        return np.zeros_like(xi)
+    if len(xi) != factorization.rounds:
+        raise ValueError(
+            f"xi has {len(xi)} rows for {factorization.rounds} rounds; draw one a round."
+        )
+    if isinstance(factorization, f.Toeplitz):
+        kernel = factorization.inverse
+        if len(kernel) == 1:
+            return kernel[0].astype(xi.dtype) * xi
+        from scipy.signal import oaconvolve
+
+        wide = kernel.reshape(-1, *[1] * (xi.ndim - 1)).astype(xi.dtype)
+        return np.asarray(oaconvolve(xi, wide, axes=0)[: len(xi)])
+    if isinstance(factorization, f.Dense):
+        return np.tensordot(factorization.inverse.astype(xi.dtype), xi, axes=1)
+    rows = (factorization.noise_row(r) for r in range(factorization.rounds))
+    return np.stack([np.tensordot(w.astype(xi.dtype), xi[draws], axes=1) for draws, w in rows])
+
+
+def decoder(factorization: f.Factorization) -> Array:
+    """Returns B, [R, R]."""
+    return np.asarray(np.cumsum(increments(factorization, np.eye(factorization.rounds)), axis=0))
+
+
+def calibrated(epsilon: float, delta: float, sensitivity: float) -> float:
+    """Returns the smallest deviation V with which one Gaussian release is (epsilon, delta)-DP.
+
+    Args:
+      epsilon, delta: the target.
+      sensitivity: L2, of the release: that of one g_i times the largest column norm.
+    """
+    from dp_accounting.gaussian_mechanism import get_sigma_gaussian
+
+    return sensitivity * float(get_sigma_gaussian(epsilon, delta)) * (1 + 1e-9)
+
+
+def true_epsilon(deviation: float, delta: float, sensitivity: float) -> float:
+    """Returns epsilon of one Gaussian release of deviation V; infinite without noise."""
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    if deviation == 0:
+        return math.inf
+    return float(get_epsilon_gaussian(deviation / sensitivity, delta)) * (1 + 1e-9)
+
+
+def paper_deviation(epsilon: float, delta: float, sensitivity: float) -> float:
+    """Returns V of Lemma IV.8: sensitivity / sqrt(2 rho), with the paper's 2 B_g max ||c_col||."""
+    log = math.log(1 / delta)
+    rho = (math.sqrt(epsilon + log) - math.sqrt(log)) ** 2  # Eq. (14)
+    return sensitivity / math.sqrt(2 * rho)
+
+
+def paper_column_bound(rounds: int) -> float:
+    """Returns sqrt(1 + ln(4R/5) / pi), Eq. (8)'s bound on ||c_col|| of (iii), which is above it."""
+    return math.sqrt(1 + math.log(0.8 * rounds) / math.pi)
+
+
+def paper_tree_norm(rounds: int) -> float:
+    """Returns the root of 1 + ceil(log2 R): all 2R - 1 nodes of the tree padded to a power of two."""
+    return math.sqrt((rounds - 1).bit_length() + 1)

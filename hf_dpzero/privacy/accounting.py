@@ -1,6 +1,12 @@
-"""From what a run does to the epsilon that it costs, and back to the noise that it needs.
+"""From what runs do to the epsilon that they cost together, and back to the noise that they need.
 
 Which event and accountant describe a step is decided in `events.py`.
+
+*Several kinds of steps* (a schedule, a run that another one continues from) are on the same n examples
+under one neighbouring relation, so the events of all of them compose: the pair of neighbours is the same
+one in each. Slacks for discrete noise add up, because log-likelihood ratios do (`discretization.py`).
+Composition allows a later step to depend on what earlier ones released (a later run's starting weights
+do), for settings that were fixed without looking at it.
 
 *Numerical error.* PLD results are pessimistic in their discretisation and tail truncation. Their
 floating-point error is one in delta: T-fold self-composition raises Fourier coefficients, each with a
@@ -17,10 +23,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
 from hf_dpzero.privacy.events import (
@@ -30,71 +38,149 @@ from hf_dpzero.privacy.events import (
     library_relation,
     step_event,
 )
+from hf_dpzero.privacy.heterogeneous import MOST_LEVELS, composed_epsilon, grouped
 from hf_dpzero.privacy.mechanisms.base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
 
 if TYPE_CHECKING:
-    from dp_accounting import DpEvent
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.rdp import RdpAccountant
+
+Part = tuple[StepSpec, int]
+"""Steps as the accounting sees them: one of a kind, and how many of them were taken."""
 
 MIN_DELTA = 1e-12
 """Below this delta the accountants' tail truncation and floating-point errors matter in any run."""
 MAX_PLD_STEPS = 2_000_000
 """A calibration takes about a minute there, a quarter of an hour at five times as many."""
+FEW_LEVELS, ALL_LEVELS = 24, 4096
+"""Different noise multipliers that are told apart: where dp-accounting composes one after another; where
+a full batch makes them one Gaussian."""
+
+
+def epsilon_after(spec: StepSpec, steps: int, delta: float) -> float:
+    """Returns `epsilon_together` of `steps` adaptive steps of one kind."""
+    return epsilon_together(((spec, steps),), delta)
 
 
 @lru_cache(maxsize=4096)
-def epsilon_after(spec: StepSpec, steps: int, delta: float) -> float:
-    """Epsilon at `delta` after `steps` adaptive steps of `spec`, an upper bound.
+def epsilon_together(parts: tuple[Part, ...], delta: float) -> float:
+    """Returns epsilon at `delta` of all steps of all parts, an upper bound.
 
     Args:
-      spec: one step; `noise_multiplier` = 0 gives infinity.
-      steps: T >= 0; 0 gives 0.
+      parts: kinds of steps on the same data, T >= 0 of each; equal kinds are added up. A
+        `noise_multiplier` of 0 gives infinity.
       delta: in [1e-12, 1); 0 is allowed for Laplace noise, which has a pure epsilon.
 
     Returns:
       Epsilon >= 0, perhaps infinity.
 
     Raises:
-      ValueError: an unsound combination or a delta out of range.
+      ValueError: an unsound combination, no common account, or a delta out of range.
     """
-    check_sound(spec)
-    if not MIN_DELTA <= delta < 1 and not (delta == 0 and spec.distribution == "laplace"):
+    merged: dict[StepSpec, int] = {}
+    for spec, steps in parts:
+        check_sound(spec)
+        merged[spec] = merged.get(spec, 0) + steps
+    pure = all(spec.distribution == "laplace" for spec in merged)
+    if not MIN_DELTA <= delta < 1 and not (delta == 0 and pure):
         raise ValueError(
             f"delta={delta} is outside [{MIN_DELTA}, 1); choose one well below 1/n "
             "(delta=0 needs distribution='laplace')."
         )
-    if steps == 0:
+    parts = tuple((spec, steps) for spec, steps in merged.items() if steps)
+    if not parts:
         return 0.0
-    if spec.noise_multiplier == 0:
+    if not all(spec.noise_multiplier for spec, _ in parts):
         return math.inf
-    if spec.distribution == "laplace":
-        return min(pure_epsilon(spec, steps), _continuous_epsilon(spec, steps, delta))
-    h = discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
-    share = DENSE_DELTA if spec.dense_draws else 1.0
-    epsilon = max(0.0, _continuous_epsilon(spec, steps, share * delta * math.exp(-h))) + 2 * h
-    return epsilon + 2 * dense_slack(steps * spec.dense_draws, epsilon, delta)
+    account = _ACCOUNTS[common_accountant(parts)]
+    bound = math.fsum(pure_epsilon(spec, steps) for spec, steps in parts) if pure else math.inf
+    return min(bound, _with_slack(parts, delta, account)) if delta else bound
 
 
-def _continuous_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
-    """Epsilon of the run with real-valued noise."""
-    if delta == 0:
-        return math.inf
-    used = accountant_used(spec)
-    if used == "gaussian_exact":
-        return _gaussian_epsilon(spec, steps, delta)
-    if used == "advanced_composition":
-        lemma = _lemma_epsilon(spec.noise_multiplier * 2 / spec.sensitivity, steps, delta)
-        return max(lemma, _gaussian_epsilon(spec, steps, delta))
-    if used == "pld":
-        return _pld_epsilon(spec, steps, delta)
+def _with_slack(
+    parts: Sequence[Part], delta: float, account: Callable[[Sequence[Part], float], float]
+) -> float:
+    """Returns epsilon of discrete noise from `account`'s of real-valued noise (`discretization.py`)."""
+    h = math.fsum(
+        discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
+        for spec, steps in parts
+        if spec.distribution == "gaussian"
+    )
+    draws = sum(steps * spec.dense_draws for spec, steps in parts)
+    share = DENSE_DELTA if draws else 1.0
+    epsilon = max(0.0, account(parts, share * delta * math.exp(-h))) + 2 * h
+    return epsilon + 2 * dense_slack(draws, epsilon, delta)
+
+
+def common_accountant(parts: Sequence[Part]) -> str:
+    """Returns the accountant that composes all parts, by its name in `_ACCOUNTS`.
+
+    Raises:
+      ValueError: there is none; says which accountants the parts have.
+    """
+    names = {accountant_used(spec) for spec, _ in parts}
+    if len({spec for spec, _ in parts}) == 1:
+        return names.pop()
+    if len({library_relation(spec) for spec, _ in parts}) == 1:
+        if names == {"gaussian_exact"}:
+            return "gaussian_exact"
+        if names <= {"gaussian_exact", "pld"}:
+            return "pld"
+        if names == {"rdp"}:
+            return "rdp"
+    raise ValueError(
+        f"runs under the accountants {', '.join(sorted(names))} with "
+        f"{', '.join(sorted({spec.distribution for spec, _ in parts}))} noise have no common account "
+        "here: give the later run the accountant, sampling and noise_distribution of the earlier one."
+    )
+
+
+def _gaussian(parts: Sequence[Part], delta: float) -> float:
+    """Full-batch Gaussians are one: precisions (Delta / sigma)^2 add up (Balle and Wang 2018)."""
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    if len(parts) == 1:
+        ((spec, steps),) = parts
+        sigma = spec.noise_multiplier / spec.sensitivity / math.sqrt(steps)
+    else:
+        squares = (n * (spec.sensitivity / spec.noise_multiplier) ** 2 for spec, n in parts)
+        sigma = 1 / math.sqrt(math.fsum(squares))
+    epsilon = float(get_epsilon_gaussian(sigma, delta))
+    return epsilon * (1 + 1e-9) + 1e-11 if epsilon > 0 else 0.0
+
+
+def _lemma(parts: Sequence[Part], delta: float) -> float:
+    """Inverts sigma = 4 sqrt(2 T log(e + eps/delta)) / eps (DPZero, Lemma 2.2, on the sum)."""
+    # The lemma puts std 2 Delta sqrt(2 T log(e + eps/delta)) / eps on the mean, Delta = 2C/n; times
+    # n / C that is the multiplier. Its right-hand side falls in eps, so bisection finds the root. For
+    # epsilons in the hundreds it promises less than Gaussians cost: never less than the exact account.
+    ((spec, steps),) = parts
+    sigma = spec.noise_multiplier * 2 / spec.sensitivity
+    low, high = 0.0, 1.0
+    while lemma_noise_multiplier(high, steps, delta) > sigma:
+        low, high = high, high * 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        if lemma_noise_multiplier(middle, steps, delta) > sigma:
+            low = middle
+        else:
+            high = middle
+    return max(high, _gaussian(parts, delta))
+
+
+def _rdp(parts: Sequence[Part], delta: float) -> float:
     import dp_accounting as dp
 
-    accountant = rdp_accountant(library_relation(spec))
-    accountant.compose(dp.SelfComposedDpEvent(step_event(spec), steps))
+    accountant = rdp_accountant(library_relation(parts[0][0]))
+    for spec, steps in parts:
+        accountant.compose(dp.SelfComposedDpEvent(step_event(spec), steps))
     return float(accountant.get_epsilon(delta))
 
 
-def rdp_accountant(relation: Any) -> Any:
-    """The library's RDP accountant for one of its own relations.
+def rdp_accountant(relation: NeighboringRelation) -> RdpAccountant:
+    """Returns the library's RDP accountant for one of its own relations.
 
     An order whose series does not converge is left out, which can only raise epsilon; the library's
     line about each of them is kept out of the log.
@@ -109,86 +195,97 @@ def _is_no_left_out_order(record: logging.LogRecord) -> bool:
     return "failed to converge" not in str(record.msg)
 
 
-def _gaussian_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
-    """T full-batch Gaussians are one with sigma / sqrt(T) (Balle and Wang 2018 for its epsilon)."""
-    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
-
-    sigma = spec.noise_multiplier / spec.sensitivity / math.sqrt(steps)
-    epsilon = float(get_epsilon_gaussian(sigma, delta))
-    return epsilon * (1 + 1e-9) + 1e-11 if epsilon > 0 else 0.0
-
-
-def _less_numerical_error(spec: StepSpec, steps: int, delta: float) -> float:
-    """delta minus what floating-point arithmetic may hide of it in T-fold convolution."""
-    error = steps * 2.0**-53 + 1e-15
+def _pld(parts: Sequence[Part], delta: float) -> float:
+    steps = sum(steps for _, steps in parts)
+    # what floating-point arithmetic may hide of delta: the module, and one for each convolution
+    error = steps * 2.0**-53 + 1e-15 * (2 * len(parts) - 1)
     if delta < 4 * error:
-        way_out = "accountant='rdp', " if _rdp_knows(spec) else ""
+        way_out = "accountant='rdp', " if _rdp_knows(parts) else ""
         raise ValueError(
             f"delta={delta} with {steps} steps: the PLD accountant's floating-point error is up to "
             f"{error:.2g}; use {way_out}delta of at least {4 * error:.2g}, or fewer steps."
         )
-    return delta - error
+    # A truncated event has n or n + 1 examples where one is added or removed: the worse of the two.
+    two_sizes = any(
+        spec.sampling == "truncated_poisson" and spec.relation == "add_or_remove_one"
+        for spec, _ in parts
+    )
+    sizes = (False, True) if two_sizes else (False,)
+    return max(_pld_on_fitted_grid(parts, delta - error, smaller) for smaller in sizes)
 
 
-def _rdp_knows(spec: StepSpec) -> bool:
+_ACCOUNTS = {"gaussian_exact": _gaussian, "pld": _pld, "rdp": _rdp, "advanced_composition": _lemma}
+
+
+def _rdp_knows(parts: Sequence[Part]) -> bool:
     try:
-        check_sound(replace(spec, accountant="rdp"))
+        for spec, _ in parts:
+            check_sound(replace(spec, accountant="rdp"))
     except ValueError:
         return False
     return True
 
 
-def _pld_epsilon(spec: StepSpec, steps: int, delta: float) -> float:
-    """PLD epsilon on a grid fitted to the run; for the truncated event the worse of two sizes."""
-    event, delta = step_event(spec), _less_numerical_error(spec, steps, delta)
-    epsilon = _pld_on_fitted_grid(spec, event, steps, delta)
-    if spec.sampling == "truncated_poisson" and spec.relation == "add_or_remove_one":
-        import attr
-
-        smaller = attr.evolve(event, dataset_size=spec.num_examples)
-        epsilon = max(epsilon, _pld_on_fitted_grid(spec, smaller, steps, delta))
-    return epsilon
-
-
-def _pld_on_fitted_grid(spec: StepSpec, event: DpEvent, steps: int, delta: float) -> float:
-    """One coarse pass for the size of the answer, one on a grid fine enough for it.
+def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> float:
+    """Makes one coarse pass for the size of the answer, and one on a grid fine enough for it.
 
     The result is a bound on any grid; the grid decides only how tight it is and how long it takes.
     """
-    rough = coarse_grid(spec)
-    coarse = _pld_epsilon_on_grid(spec, event, steps, delta, rough)
+    specs = [spec for spec, _ in parts]
+    alike = len({spec.probability for spec in specs}) == 1
+    at_once = len(parts) > 1 and alike and all(map(composes_at_once, specs))
+    widest = max(map(largest_loss, specs))
+    if at_once:
+        levels = [(spec.noise_multiplier, steps) for spec, steps in parts]
+        squares = sum(typical_loss(spec) ** 2 * steps for spec, steps in parts)
+        typical, points = math.sqrt(squares / sum(steps for _, steps in parts)), 2**17
+        rough = max(typical / 4, widest / 2**14, 1e-10)
+    else:
+        # One grid for all: what one kind with wide losses needs may not swamp another's small ones.
+        typical, points = min(map(typical_loss, specs)), 2**17 if len(parts) == 1 else 2**18
+        rough = max(min(map(coarse_grid, specs)), widest / 2**15)
+
+    def epsilon(grid: float) -> float:
+        if at_once:
+            return composed_epsilon(levels, specs[0].probability, delta, grid)
+        return _pld_on_grid(parts, delta, smaller, grid)
+
+    coarse = epsilon(rough)
     total = coarse if math.isfinite(coarse) else 0.0
-    fine = min(typical_loss(spec) / 64, 1e-3)
-    grid = max(fine, largest_loss(spec) / 2**17, total / 2**17, 1e-10)
-    if grid >= rough:
-        return coarse
-    return min(coarse, _pld_epsilon_on_grid(spec, event, steps, delta, grid))
+    grid = max(min(typical / 64, 1e-3), widest / points, total / 2**17, 1e-10)
+    return coarse if grid >= rough else min(coarse, epsilon(grid))
 
 
-def _pld_epsilon_on_grid(
-    spec: StepSpec, event: DpEvent, steps: int, delta: float, grid: float
-) -> float:
+def _pld_on_grid(parts: Sequence[Part], delta: float, smaller: bool, grid: float) -> float:
     import dp_accounting as dp
     from dp_accounting import pld
 
-    if steps > MAX_PLD_STEPS:
-        way_out = "use accountant='rdp', or take fewer" if _rdp_knows(spec) else "take fewer"
+    if (most := max(steps for _, steps in parts)) > MAX_PLD_STEPS:
+        way_out = "use accountant='rdp', or take fewer" if _rdp_knows(parts) else "take fewer"
         raise ValueError(
-            f"{steps} steps are more than the PLD accountant composes in reasonable time, "
+            f"{most} steps are more than the PLD accountant composes in reasonable time, "
             f"{MAX_PLD_STEPS}: {way_out} steps with a larger batch."
         )
-    accountant = pld.PLDAccountant(library_relation(spec), value_discretization_interval=grid)
-    accountant.compose(dp.SelfComposedDpEvent(event, steps))
+    relation = library_relation(parts[0][0])
+    accountant = pld.PLDAccountant(relation, value_discretization_interval=grid)
+    for spec, steps in parts:
+        accountant.compose(dp.SelfComposedDpEvent(step_event(spec, smaller), steps))
     return float(accountant.get_epsilon(delta))
 
 
+def composes_at_once(spec: StepSpec) -> bool:
+    """Says whether `heterogeneous` knows a step: a Gaussian sum, moved by its bound once."""
+    plain = spec.sampling in ("poisson", "full_batch") and spec.distribution == "gaussian"
+    return plain and spec.sensitivity == 1
+
+
 def coarse_grid(spec: StepSpec) -> float:
-    """A discretisation that shows the size of an epsilon, cheaply."""
+    """Returns a discretisation that shows the size of an epsilon, cheaply."""
     return max(typical_loss(spec) / 4, largest_loss(spec) / 2**14, 1e-10)
 
 
 def typical_loss(spec: StepSpec) -> float:
-    """Standard deviation of one step's privacy loss, roughly: q sqrt(chi^2), capped."""
+    """Returns the standard deviation of a step's privacy loss, roughly: q sqrt(chi^2), capped."""
     u = spec.sensitivity / spec.noise_multiplier
     if spec.distribution == "laplace":
         u = min(u, 4.0)
@@ -199,7 +296,7 @@ def typical_loss(spec: StepSpec) -> float:
 
 
 def largest_loss(spec: StepSpec) -> float:
-    """Width of the loss range that one step's discretisation covers (ten deviations)."""
+    """Returns the width of the loss range that one step's discretisation covers (ten deviations)."""
     factor = 2.0 if spec.sampling == "truncated_poisson" else spec.sensitivity
     u = factor / spec.noise_multiplier
     tail = u if spec.distribution == "laplace" else u * (10.0 + u / 2)
@@ -208,7 +305,7 @@ def largest_loss(spec: StepSpec) -> float:
 
 
 def pure_epsilon(spec: StepSpec, steps: int) -> float:
-    """Pure epsilon of T Laplace releases, each amplified to log(1 + q (e^eps - 1))."""
+    """Returns the pure epsilon of T Laplace releases, each amplified to log(1 + q (e^eps - 1))."""
     one = spec.sensitivity / spec.noise_multiplier
     if spec.probability == 1.0:
         return steps * one * (1 + 1e-12)
@@ -217,36 +314,13 @@ def pure_epsilon(spec: StepSpec, steps: int) -> float:
     return steps * math.log1p(spec.probability * math.expm1(one)) * (1 + 1e-12)
 
 
-def _lemma_epsilon(sigma: float, steps: int, delta: float) -> float:
-    """Inverts sigma = 4 sqrt(2 T log(e + eps/delta)) / eps (DPZero, Lemma 2.2, on the sum).
-
-    The lemma puts std 2 Delta sqrt(2 T log(e + eps/delta)) / eps on the mean, Delta = 2C/n; times
-    n / C that is the multiplier. Its right-hand side falls in eps, so bisection finds the root.
-    """
-    low, high = 0.0, 1.0
-    while lemma_noise_multiplier(high, steps, delta) > sigma:
-        low, high = high, high * 2
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        if not low < middle < high:
-            break
-        if lemma_noise_multiplier(middle, steps, delta) > sigma:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
 def lemma_noise_multiplier(epsilon: float, steps: int, delta: float) -> float:
-    """The DPZero paper's noise: std on the mean times n / C (Lemma 2.2 with Delta = 2C/n).
+    """Returns the DPZero paper's noise: std on the mean times n / C (Lemma 2.2, Delta = 2C/n).
 
     Args:
       epsilon: target > 0.
       steps: T.
       delta: in (0, 1).
-
-    Returns:
-      The noise multiplier.
 
     >>> round(lemma_noise_multiplier(6.0, 10_000, 1e-5), 1)
     343.9
@@ -254,41 +328,75 @@ def lemma_noise_multiplier(epsilon: float, steps: int, delta: float) -> float:
     return 4 * math.sqrt(2 * steps * math.log(math.e + epsilon / delta)) / epsilon
 
 
+def scheduled_parts(spec: StepSpec, effective: np.ndarray) -> tuple[Part, ...]:
+    """Returns steps of these effective noise multipliers as parts, as few as the accountant needs."""
+    if not len(effective):
+        return ()
+    most = FEW_LEVELS
+    if accountant_used(spec) == "gaussian_exact":
+        most = ALL_LEVELS
+    elif accountant_used(spec) == "pld" and composes_at_once(spec):
+        most = MOST_LEVELS
+    levels = grouped(effective, most)
+    return tuple((replace(spec, noise_multiplier=sigma), count) for sigma, count in levels)
+
+
 def calibrated_noise_multiplier(
-    spec: StepSpec, steps: int, *, epsilon: float, delta: float, tolerance: float = 4e-4
+    at: Callable[[float], tuple[Part, ...]],
+    *,
+    epsilon: float,
+    delta: float,
+    before: tuple[Part, ...] = (),
+    tolerance: float = 4e-4,
 ) -> float:
-    """The smallest noise multiplier whose epsilon at `delta` is at most `epsilon`.
+    """Returns the smallest noise multiplier of a run with which it and earlier runs keep to `epsilon`.
 
     Args:
-      spec: one step; its own noise multiplier is ignored.
-      steps: T >= 1.
-      epsilon: target > 0.
-      delta: as in `epsilon_after`.
+      at: noise multiplier -> the run, perhaps of several kinds of steps.
+      epsilon: of all runs together, > 0.
+      delta: as in `epsilon_together`.
+      before: the earlier runs.
       tolerance: relative distance to the smallest multiplier.
 
     Returns:
-      sigma with epsilon_after(sigma) <= epsilon, at least 2^-10.
+      sigma with epsilon_together((*before, *at(sigma))) <= epsilon, at least 2^-10.
 
     Raises:
-      ValueError: the target is not positive, or no multiplier up to 2^25 reaches it.
+      ValueError: the target is not positive, the earlier runs have spent it all, or no multiplier up to
+        2^25 reaches it.
     """
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"target epsilon={epsilon} must be finite and positive.")
+    spent = epsilon_together(before, delta) if before else 0.0
+    if spent >= epsilon:
+        raise ValueError(
+            f"target epsilon={epsilon:g} at delta={delta:g} is the total with the runs before, which "
+            f"have spent {spent:.4g} of it: nothing is left. Give a larger target_epsilon."
+        )
 
-    def spent(sigma: float) -> float:
-        return epsilon_after(replace(spec, noise_multiplier=sigma), steps, delta)
+    def excess(total: float) -> float:
+        # about proportional to 1 / sigma, as the new run's own epsilon is
+        return math.sqrt(max(total**2 - spent**2, 0.0))
 
-    start = first_guess(spec, steps, epsilon, delta)
-    return smallest_argument(spent, epsilon, start, tolerance)
+    def beyond(sigma: float) -> float:
+        return excess(epsilon_together((*before, *at(sigma)), delta))
+
+    new = at(1.0)
+    start = _first_guess(new[0][0], sum(count for _, count in new), excess(epsilon), delta)
+    return smallest_argument(beyond, excess(epsilon), start, tolerance)
 
 
-def first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> float:
-    """A multiplier of the right size, from a cheaper question with nearly the same answer."""
+def _first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> float:
+    """Returns a multiplier of the right size, from a cheaper question with nearly the same answer."""
     if spec.accountant == "advanced_composition":
         return lemma_noise_multiplier(epsilon, steps, delta) * spec.sensitivity / 2
     if spec.sampling == "truncated_poisson":
         plain = replace(spec, sampling="poisson", max_batch_size=0)
-        return calibrated_noise_multiplier(plain, steps, epsilon=epsilon, delta=delta)
+        return calibrated_noise_multiplier(
+            lambda sigma: ((replace(plain, noise_multiplier=sigma), steps),),
+            epsilon=epsilon,
+            delta=delta,
+        )
     if spec.distribution == "laplace":
         return max(1.0, spec.probability * math.sqrt(steps)) / epsilon
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian
@@ -301,10 +409,9 @@ def first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> flo
         return guess
 
     def rough(sigma: float) -> float:
-        """On the coarse grid: an upper bound within a percent or so, at a tenth of the cost."""
+        # on the coarse grid: an upper bound within a percent or so, at a tenth of the cost
         noisier = replace(spec, noise_multiplier=sigma)
-        grid = coarse_grid(noisier)
-        return _pld_epsilon_on_grid(noisier, step_event(noisier), steps, delta, grid)
+        return _pld_on_grid([(noisier, steps)], delta, False, coarse_grid(noisier))
 
     return smallest_argument(rough, epsilon, guess, tolerance=1e-3)
 
@@ -312,10 +419,9 @@ def first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> flo
 def smallest_argument(
     f: Callable[[float], float], target: float, start: float, tolerance: float
 ) -> float:
-    """The smallest x in the allowed noise multipliers with f(x) <= target, f decreasing.
+    """Returns the smallest x among the allowed noise multipliers with f(x) <= target, f decreasing.
 
-    Secant steps on (log x, log f), kept inside a bracket; ends at an x that was evaluated and
-    found to satisfy the target.
+    Guarantee: x was evaluated and found to satisfy the target.
 
     Args:
       f: epsilon as a function of the noise multiplier.
@@ -329,6 +435,7 @@ def smallest_argument(
     Raises:
       ValueError: f exceeds the target up to the largest multiplier.
     """
+    # secant steps on (log x, log f), kept inside a bracket
     low, high = math.log(MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
     best, slope, x0, y0 = math.inf, -1.0, math.nan, math.nan
     x = min(max(math.log(start), low), high)

@@ -123,7 +123,7 @@ GRID_RADIUS = 2**GRID_BITS
 
 
 def discretisation_slack(noise_multiplier: float, draws: int) -> float:
-    """h: the log-likelihood distance between a run with discrete and one with rounded noise.
+    """Returns h, the log-likelihood distance between a run with discrete and one with rounded noise.
 
     (eps, delta) of the continuous Gaussian becomes (eps + 2h, e^h delta); see the proof in this
     module's docstring, steps 1 to 3, with t = 40.
@@ -131,9 +131,6 @@ def discretisation_slack(noise_multiplier: float, draws: int) -> float:
     Args:
       noise_multiplier: sigma > 0, the smallest of the run; the integer scale is sigma * 2^30.
       draws: number of coordinates that receive noise in the whole run, T * K.
-
-    Returns:
-      h >= 0.
 
     >>> discretisation_slack(1.0, 10_000 * 16) < 1e-10
     True
@@ -143,7 +140,7 @@ def discretisation_slack(noise_multiplier: float, draws: int) -> float:
 
 
 def dense_slack(draws: int, epsilon: float, delta: float) -> float:
-    """h': the log-likelihood distance between a run's noised d-vectors and ideal ones.
+    """Returns h', the log-likelihood distance between a run's noised d-vectors and ideal ones.
 
     (epsilon, (1 - 2^-8) delta) of the real-valued Gaussian becomes (epsilon + 2 h', delta); see the
     module's docstring on vectors, step 3.
@@ -178,7 +175,7 @@ def dense_slack(draws: int, epsilon: float, delta: float) -> float:
 
 
 def correlated_draws(dimension: int, steps: int, rounding: float) -> int:
-    """Independent noised coordinates whose slack covers a run with noise correlated over steps.
+    """Returns how many independent coordinates have a slack that covers correlated noise.
 
     See the module's docstring, on vectors with noise that is correlated.
 
@@ -197,7 +194,7 @@ def correlated_draws(dimension: int, steps: int, rounding: float) -> int:
 
 
 def dense_grid(scale: float) -> float:
-    """The grid of a d-vector with noise of deviation `scale`: a power of two in (2^-9, 2^-8] scale.
+    """Returns the grid for noise of deviation `scale`: a power of two in (2^-9, 2^-8] scale.
 
     >>> dense_grid(1.0), dense_grid(1.99)
     (0.00390625, 0.00390625)
@@ -208,7 +205,7 @@ def dense_grid(scale: float) -> float:
 def noised_on_grid(
     total: np.ndarray, normals: np.ndarray, scale: float, dither: np.ndarray | None = None
 ) -> np.ndarray:
-    """total + scale * normals, rounded to `dense_grid(scale)`.
+    """Returns total + scale * normals, rounded to `dense_grid(scale)`.
 
     The guarantee is in the module's docstring, on vectors. A total beyond 2^52 grid units, or one that
     is not finite, keeps its own spacing.
@@ -256,15 +253,9 @@ def finite_rows(x: Tensor, num_directions: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def on_grid(rows: np.ndarray, radius: float, grid: float, order: int) -> np.ndarray:
-    """Integer rows v with ||v||_order <= r / gamma exactly: rows * min(1, r/||row||) / gamma, truncated.
+    """Returns rows * min(1, r/||row||) / gamma, truncated: int64 [B, K].
 
-    The floating-point scaling is wrong by a few units in the last place, a relative 1e-15 K or
-    less, so a row whose norm is at the bound may land just above it. The integers of such a row
-    are pulled one unit toward zero until the exact integer check holds: the bound is verified, not
-    estimated. No int64 overflow: before the check the norm is at most 2^30 (1 + 1e-12), so the sum
-    of squares is below 2^61.
-
-    Dividing by the largest entry first keeps 1e300 and 1e-300 from overflowing or vanishing.
+    Guarantee: ||v||_order <= r / gamma for every row v, checked in integer arithmetic.
 
     Args:
       rows: finite, float64 [B, K].
@@ -272,12 +263,10 @@ def on_grid(rows: np.ndarray, radius: float, grid: float, order: int) -> np.ndar
       grid: gamma, the spacing.
       order: 2 for Gaussian noise, 1 for Laplace.
 
-    Returns:
-      int64 [B, K].
-
     >>> on_grid(np.array([[3.0, 4.0], [-60.0, 80.0]]), radius=10.0, grid=0.125, order=2).tolist()
     [[24, 32], [-48, 64]]
     """
+    # Dividing by the largest entry first keeps 1e300 and 1e-300 from overflowing or vanishing.
     largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     unit = np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0)
     norm = np.linalg.norm(unit, ord=order, axis=1, keepdims=True)
@@ -285,18 +274,22 @@ def on_grid(rows: np.ndarray, radius: float, grid: float, order: int) -> np.ndar
     clipped = np.divide(unit, norm, out=np.zeros_like(unit), where=norm > 0) * (radius / grid)
     kept = np.divide(rows, grid, out=clipped, where=inside)
     integers, most = np.trunc(kept).astype(np.int64), math.floor(radius / grid)
+    # The floating-point scaling is wrong by a few units in the last place, a relative 1e-15 K or less:
+    # a row whose norm is at the bound may land just above it. Its integers are pulled one unit toward
+    # zero until the exact check holds. No int64 overflow: before the check the norm is at most
+    # 2^30 (1 + 1e-12), so the sum of squares is below 2^61.
     while (over := _exceeds(integers, most, order)).any():
         integers[over] -= np.sign(integers[over])
     return integers
 
 
 def float32s(values: Iterable[float]) -> tuple[float, ...]:
-    """The values rounded to float32."""
+    """Rounds the values to float32."""
     return tuple(float(np.float32(v)) for v in values)
 
 
 def _exceeds(integers: np.ndarray, most: int, order: int) -> np.ndarray:
-    """Which integer rows have norm above `most`, decided in integer arithmetic."""
+    """Says which integer rows have norm above `most`, in integer arithmetic."""
     if order == 1:
         return np.abs(integers).sum(axis=1) > most
     return (integers * integers).sum(axis=1) > most**2

@@ -108,12 +108,12 @@ class StepSpec:
 
     @property
     def probability(self) -> float:
-        """q, the probability that one example is in the batch."""
+        """Returns q, the probability that one example is in the batch."""
         return 1.0 if self.sampling == "full_batch" else self.batch_size / self.num_examples
 
     @property
     def sensitivity(self) -> int:
-        """Sensitivity over R under the relation: 1, or with replace_one 2 (see the module docstring)."""
+        """Returns the sensitivity over R under the relation: 1, or with replace_one 2."""
         replace = self.sensitivity_replace if self.sampling == "full_batch" else 2
         return sensitivity_factor(self.relation, replace=replace)
 
@@ -130,12 +130,6 @@ def check_sound(spec: StepSpec) -> None:
         )
     if spec.accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant={spec.accountant!r} is unknown; use one of {ACCOUNTANTS}.")
-    for applies, message in _refusals(spec):
-        if applies:
-            raise ValueError(message)
-
-
-def _refusals(spec: StepSpec) -> list[tuple[bool, str]]:
     fixed = spec.sampling == "fixed_size_without_replacement"
     poisson = spec.sampling == "poisson"
     truncated = spec.sampling == "truncated_poisson"
@@ -143,7 +137,7 @@ def _refusals(spec: StepSpec) -> list[tuple[bool, str]]:
     replace_one = spec.relation == "replace_one"
     lemma = spec.accountant == "advanced_composition"
     rdp = spec.accountant == "rdp"
-    return [
+    refusals = [
         (
             lemma and spec.sampling != "full_batch",
             f"accountant='advanced_composition' (Lemma 2.2 of the DPZero paper) gives no "
@@ -200,10 +194,13 @@ def _refusals(spec: StepSpec) -> list[tuple[bool, str]]:
             "neighboring_relation='add_or_remove_one'.",
         ),
     ]
+    for applies, message in refusals:
+        if applies:
+            raise ValueError(message)
 
 
 def accountant_used(spec: StepSpec) -> str:
-    """The accountant whose number is reported: `gaussian_exact`, `pld`, `rdp` or the lemma.
+    """Names the accountant whose number is reported: `gaussian_exact`, `pld`, `rdp` or the lemma.
 
     Fixed-size sampling is always RDP (a PLD for it is not in the library); a Gaussian full batch
     under "pld" is exact, because T Gaussians compose to one.
@@ -216,19 +213,22 @@ def accountant_used(spec: StepSpec) -> str:
 
 
 def library_relation(spec: StepSpec) -> NeighboringRelation:
-    """dp-accounting's relation. Laplace events carry the sensitivity of replace_one themselves."""
+    """Returns dp-accounting's relation."""
     from dp_accounting import NeighboringRelation
 
-    laplace = spec.distribution == "laplace"
+    laplace = spec.distribution == "laplace"  # events that carry the sensitivity of replace_one
     return NeighboringRelation["ADD_OR_REMOVE_ONE" if laplace else spec.relation.upper()]
 
 
-def step_event(spec: StepSpec) -> DpEvent:
-    """The `DpEvent` of one step, in the convention of the accountant that reads it.
+def step_event(spec: StepSpec, smaller: bool = False) -> DpEvent:
+    """Returns the `DpEvent` of one step, in the convention of the accountant that reads it.
 
     The PLD accountant doubles the sensitivity of a Gaussian by itself under REPLACE_ONE; the RDP
-    accountant and Laplace events do not, so there it is divided out of the noise. For
-    truncated_poisson under add_or_remove_one this is the event of the pair (n + 1, n).
+    accountant and Laplace events do not, so there it is divided out of the noise.
+
+    Args:
+      spec: the step.
+      smaller: of truncated_poisson under add_or_remove_one the pair (n, n - 1) in place of (n + 1, n).
 
     Raises:
       ValueError: as in `check_sound`.
@@ -241,8 +241,8 @@ def step_event(spec: StepSpec) -> DpEvent:
         inner: DpEvent = dp.LaplaceDpEvent(sigma * LAPLACE_MARGIN / spec.sensitivity)
         return inner if spec.sampling == "full_batch" else dp.PoissonSampledDpEvent(q, inner)
     if spec.sampling == "truncated_poisson":
-        larger = spec.num_examples + (spec.relation == "add_or_remove_one")
-        return dp.TruncatedSubsampledGaussianDpEvent(larger, q, spec.max_batch_size, sigma)
+        size = spec.num_examples + (spec.relation == "add_or_remove_one" and not smaller)
+        return dp.TruncatedSubsampledGaussianDpEvent(size, q, spec.max_batch_size, sigma)
     doubled = accountant_used(spec) in ("pld", "gaussian_exact") and spec.relation == "replace_one"
     gaussian = dp.GaussianDpEvent(sigma / (spec.sensitivity / 2 if doubled else spec.sensitivity))
     if spec.sampling == "poisson":

@@ -52,7 +52,7 @@ class _Loss:
 
 
 def grouped(multipliers: np.ndarray, most: int = MOST_LEVELS) -> list[Level]:
-    """At most `most` levels that stand for all steps, each with no more noise than its steps have.
+    """Returns at most `most` levels that stand for all steps, each with no more noise than those have.
 
     Args:
       multipliers: sigma of each step, > 0, any order, float64 [T], T >= 1.
@@ -73,7 +73,7 @@ def grouped(multipliers: np.ndarray, most: int = MOST_LEVELS) -> list[Level]:
 
 
 def _joined(values: np.ndarray, counts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """The partition with the smallest excess per group that needs no more than `most` groups."""
+    """Finds the partition with the smallest excess per group that needs no more than `most` groups."""
     cost = np.expm1(np.minimum(values, 2.0**25) ** -2.0 * np.where(values < 0.2, 25 * values**2, 1))
     sums = np.concatenate([[0.0], np.cumsum(cost * counts)])
     steps = np.concatenate([[0], np.cumsum(counts)])
@@ -92,7 +92,7 @@ def _joined(values: np.ndarray, counts: np.ndarray, most: int) -> tuple[np.ndarr
 def _starts(
     cost: np.ndarray, sums: np.ndarray, steps: np.ndarray, excess: float, most: int
 ) -> np.ndarray | None:
-    """First index of each group whose excess over its own costs stays within `excess`."""
+    """Returns the first index of each group whose excess over its own costs stays within `excess`."""
     starts: list[int] = []
     i = 0
     while i < len(cost):
@@ -105,7 +105,7 @@ def _starts(
 
 
 def composed_epsilon(levels: Sequence[Level], q: float, delta: float, grid: float) -> float:
-    """Epsilon at `delta` of Poisson-subsampled Gaussians on sums that an example moves by 1; a bound.
+    """Returns a bound on epsilon of Poisson-subsampled Gaussians on sums that an example moves by 1.
 
     For neighbours that differ by one example more or less, or by one that contributes zero.
 
@@ -127,7 +127,7 @@ def composed_epsilon(levels: Sequence[Level], q: float, delta: float, grid: floa
 
 
 def _losses(sigma: float, q: float, grid: float) -> tuple[_Loss, _Loss]:
-    """Loss of (1-q) N(0) + q N(1) against N(0), and of N(0) against the mixture; noise sigma."""
+    """Returns losses of (1-q) N(0) + q N(1) against N(0), and the reverse; noise sigma."""
     from scipy.special import ndtr
 
     tail = _DEVIATIONS * sigma
@@ -151,7 +151,7 @@ def _losses(sigma: float, q: float, grid: float) -> tuple[_Loss, _Loss]:
 
 
 def _log_ratio(x: float, sigma: float, q: float) -> float:
-    """Log of the mixture's density over N(0)'s at x."""
+    """Returns the log of the mixture's density over N(0)'s at x."""
     exponent = (x - 0.5) / sigma**2
     if exponent > 30:
         return exponent + math.log(q) + math.log1p((1 - q) / q * math.exp(-exponent))
@@ -159,7 +159,7 @@ def _log_ratio(x: float, sigma: float, q: float) -> float:
 
 
 def _where(losses: np.ndarray, sigma: float, q: float) -> np.ndarray:
-    """The x with these log ratios; > log(1 - q) each."""
+    """Inverts the log density ratio of the subsampled Gaussian, at losses > log(1 - q)."""
     inner = np.where(
         losses > 30,
         losses - math.log(q) + np.log1p(-(1 - q) * np.exp(-losses)),
@@ -169,7 +169,7 @@ def _where(losses: np.ndarray, sigma: float, q: float) -> np.ndarray:
 
 
 def _mass_between(z: np.ndarray) -> np.ndarray:
-    """Standard normal mass between neighbouring points, computed in the smaller tail."""
+    """Returns the standard normal mass between neighbouring points, from the smaller tail."""
     from scipy.special import ndtr
 
     lower, upper = ndtr(z), ndtr(-z)
@@ -193,7 +193,7 @@ def _split(
 
 
 def _epsilon(losses: Sequence[tuple[_Loss, int]], delta: float, grid: float) -> float:
-    """Epsilon of the composition of discretised losses, `count` of each."""
+    """Returns epsilon of the composition of discretised losses, `count` of each."""
     from scipy.fft import irfft, next_fast_len, rfft
 
     infinite = -math.expm1(math.fsum(n * math.log1p(-loss.infinite) for loss, n in losses))
@@ -207,7 +207,7 @@ def _epsilon(losses: Sequence[tuple[_Loss, int]], delta: float, grid: float) -> 
 
 
 def _folded(loss: _Loss, size: int) -> np.ndarray:
-    """Masses by the index of their loss modulo `size`."""
+    """Adds up masses by the index of their loss modulo `size`."""
     start = loss.first % size
     padded = np.zeros(-(-(start + len(loss.masses)) // size) * size)
     padded[start : start + len(loss.masses)] = loss.masses
@@ -215,7 +215,7 @@ def _folded(loss: _Loss, size: int) -> np.ndarray:
 
 
 def _power(values: np.ndarray, exponent: int) -> np.ndarray:
-    """values ** exponent by repeated squaring: zeros stay zeros."""
+    """Returns values ** exponent by repeated squaring: zeros stay zeros."""
     result, square = None, values
     while exponent:
         if exponent & 1:
@@ -227,7 +227,7 @@ def _power(values: np.ndarray, exponent: int) -> np.ndarray:
 
 
 def _window(losses: Sequence[tuple[_Loss, int]], delta: float, grid: float) -> tuple[int, int]:
-    """Grid indices between which the composed loss lies but for `_OUTSIDE` delta (Chernoff)."""
+    """Returns grid indices between which the composed loss lies but for `_OUTSIDE` delta."""
     points = [(np.arange(len(a.masses)) + a.first, a.masses, n) for a, n in losses]
     means = [float(index @ masses) for index, masses, _ in points]
     variance = sum(
@@ -240,7 +240,7 @@ def _window(losses: Sequence[tuple[_Loss, int]], delta: float, grid: float) -> t
     high = sum(n * (a.first + len(a.masses) - 1) for a, n in losses)
     widest = bits / max(len(a.masses) for a, _ in losses)
     orders = [best * x for x in (0.25, 0.5, 0.7, 1.0, 1.4, 2.0)] + [widest * x for x in (0.5, 1, 2)]
-    for size in orders:
+    for size in orders:  # Chernoff bounds
         for order in (size, -size):
             cumulants = math.fsum(n * _log_mean_exp(index, order, w) for index, w, n in points)
             bound = (cumulants + bits) / order
@@ -260,7 +260,7 @@ def _log_mean_exp(index: np.ndarray, order: float, weights: np.ndarray) -> float
 def _epsilon_of(
     first: int, masses: np.ndarray, infinite: float, delta: float, grid: float
 ) -> float:
-    """The smallest epsilon >= 0 with hockey-stick divergence at most delta."""
+    """Returns the smallest epsilon >= 0 with hockey-stick divergence at most delta."""
     losses = (np.arange(len(masses)) + first) * grid
     start, stop = np.searchsorted(losses, [0.0, 600.0], side="right")
     infinite += float(masses[stop:].sum())

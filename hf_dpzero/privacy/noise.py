@@ -38,7 +38,7 @@ class NoiseSource(ABC):
       secure: False if anybody who knows a seed can subtract the noise.
       correlated: whether the noise of a step depends on that of others; discrete noise never does.
       base_deviation: of independent draws behind `normals`, where these are sums of several
-        (`correlated_noise`): what they are multiplied by, in noise scales of a mechanism.
+        (`correlated`): what they are multiplied by, in noise scales of a mechanism.
     """
 
     name: ClassVar[str]
@@ -47,16 +47,13 @@ class NoiseSource(ABC):
     correlated: ClassVar[bool] = False
 
     def gaussian(self, scale: float, size: int, step: int) -> list[int]:
-        """Discrete Gaussian: P(z) proportional to exp(-z^2 / (2 scale^2)) on the integers.
+        """Draws discrete Gaussians: P(z) proportional to exp(-z^2 / (2 scale^2)) on the integers.
 
         Args:
           scale: sigma in integer units, 0 < scale <= 2^55; standard deviation to within 1e-7
             relative once scale >= 2.
           size: number of independent draws; 0 gives [].
           step: matters to insecure sources only.
-
-        Returns:
-          `size` integers.
 
         >>> len(SecureNoise().gaussian(2.0**30, size=3, step=0))
         3
@@ -65,21 +62,18 @@ class NoiseSource(ABC):
         return self._integers("gaussian", float(scale), size, step)
 
     def laplace(self, scale: float, size: int, step: int) -> list[int]:
-        """Discrete Laplace: P(z) proportional to exp(-|z| / scale) on the integers.
+        """Draws discrete Laplace numbers: P(z) proportional to exp(-|z| / scale) on the integers.
 
         Args:
           scale: b in integer units, 0 < b <= 2^55; the standard deviation is about sqrt(2) b.
           size: number of independent draws; 0 gives [].
           step: matters to insecure sources only.
-
-        Returns:
-          `size` integers.
         """
         _check(scale, size)
         return self._integers("laplace", float(scale), size, step)
 
     def vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
-        """Indices j with P(j) proportional to exp(scores_j): draws of the exponential mechanism.
+        """Draws indices j with P(j) proportional to exp(scores_j): draws of the exponential mechanism.
 
         Args:
           scores: finite float64 [d], d >= 1; adding a constant to all changes nothing.
@@ -106,45 +100,31 @@ class NoiseSource(ABC):
         return self._vertices(scores, size, step, part)
 
     def uniform(self, below: int, size: int, step: int) -> np.ndarray:
-        """Uniform integers in 0 .. below - 1.
-
-        Args:
-          below: >= 1.
-          size: number of independent draws.
-          step: matters to insecure sources only.
-
-        Returns:
-          int64 [size].
-        """
+        """Draws uniform integers in 0 .. below - 1, int64 [size]; `step` is for insecure sources."""
         raise ValueError(f"the noise source {self.name!r} draws no integers: use SecureNoise.")
 
     def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
-        """Vertices, checked arguments; sources of noise alone have none."""
+        # sources of noise alone have none
         raise ValueError(f"the noise source {self.name!r} draws no vertices: use SecureNoise.")
 
     def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
-        """Standard Laplace draws, of density exp(-|x|) / 2; never the same ones twice.
+        """Draws standard Laplace numbers, of density exp(-|x|) / 2, float64 [size].
 
-        Args:
-          size: number of independent draws.
-          step: matters to insecure sources only.
-          part: of a long vector; matters to insecure sources only.
-
-        Returns:
-          float64 [size], each within 2^-51 + |x| 2^-50 of an exact one.
+        Never the same ones twice, each within 2^-51 + |x| 2^-50 of an exact one. The arguments are those
+        of `normals`.
         """
         raise ValueError(f"the noise source {self.name!r} has no such draws: use SecureNoise.")
 
     def dither(self, size: int, step: int, part: int) -> np.ndarray | None:
-        """Draws that hide how sums of earlier draws were rounded; None where there are no sums.
+        """Draws what hides how sums of earlier draws were rounded; None where there are no sums.
 
-        What `discretization.noised_on_grid` takes. The arguments are those of `laplaces`.
+        It is for `discretization.noised_on_grid`. The arguments are those of `normals`.
         """
         return None
 
     @abstractmethod
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
-        """Standard normal draws, each within 2^-46 of an exact one.
+        """Draws standard normal numbers, float64 [size], each within 2^-46 of an exact one.
 
         Not to be added to private numbers as they are: `discretization.noised_on_grid` hides what
         floating-point numbers reveal.
@@ -153,16 +133,13 @@ class NoiseSource(ABC):
           size: number of independent draws.
           step: matters to insecure sources only.
           part: of a long vector; matters to insecure sources only.
-
-        Returns:
-          float64 [size].
         """
 
     @abstractmethod
     def _integers(
         self, distribution: Distribution, scale: float, size: int, step: int
     ) -> list[int]:
-        """Integer draws, checked arguments."""
+        """Draws integers; the arguments are checked."""
 
 
 @dataclass(frozen=True)
@@ -188,25 +165,23 @@ class SecureNoise(NoiseSource):
         return list(_measurement(distribution, scale)([0] * size)) if size else []
 
     def uniform(self, below: int, size: int, step: int) -> np.ndarray:
-        """As in the base class, without bias."""
         return np.array([secrets.randbelow(below) for _ in range(size)], dtype=np.int64)
 
     def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
-        """Noisy maximum with exact Gumbel noise: OpenDP compares as many bits as a draw needs."""
+        # Noisy maximum with exact Gumbel noise: OpenDP compares as many bits as a draw needs.
         measurement, values = _noisy_max(), scores.tolist()
         return np.array([measurement(values) for _ in range(size)], dtype=np.int64)
 
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
-        """As in the base class."""
         return normal_quantiles(_random_words(size), _random_words)
 
     def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
-        """As in the base class, of the bits of OpenSSL's generator, a tenth of the time."""
+        # of the bits of OpenSSL's generator, in a tenth of the time
         return laplace_quantiles(_openssl_words(size), _openssl_words)
 
 
 def is_seeded(source: str) -> bool:
-    """Whether a noise source of that name protects nothing, as a ledger or report names it.
+    """Says whether a noise source of that name protects nothing, as a ledger or report names it.
 
     >>> is_seeded(InsecureSeededNoise.name), is_seeded("os_entropy_exact")
     (True, False)
@@ -239,7 +214,6 @@ class InsecureSeededNoise(NoiseSource):
         return [round(scale * z) for z in draw(size=size).tolist()]
 
     def uniform(self, below: int, size: int, step: int) -> np.ndarray:
-        """As in the base class, but a function of (seed, step)."""
         return self._generator(4, step).integers(below, size=size)
 
     def _vertices(self, scores: np.ndarray, size: int, step: int, part: int) -> np.ndarray:
@@ -248,11 +222,9 @@ class InsecureSeededNoise(NoiseSource):
         return np.minimum(np.searchsorted(cumulative, uniform, side="right"), len(scores) - 1)
 
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
-        """As in the base class, but a function of (seed, step, part)."""
         return self._generator(2, step, part).standard_normal(size)
 
     def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
-        """As in the base class, but a function of (seed, step, part)."""
         return self._generator(5, step, part).laplace(size=size)
 
     def _generator(self, domain: int, step: int, part: int = 0) -> np.random.Generator:
@@ -261,7 +233,7 @@ class InsecureSeededNoise(NoiseSource):
 
 
 def normal_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Standard normal numbers of uniform bits: a random sign, and a quantile in (0, 1/2).
+    """Makes standard normal numbers of uniform bits: a random sign, and a quantile in (0, 1/2).
 
     Args:
       words: one a number, uint64 [n].
@@ -282,7 +254,7 @@ def normal_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np
 
 
 def laplace_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Standard Laplace numbers of uniform bits: the logarithm of a uniform number, with its sign.
+    """Makes standard Laplace numbers of uniform bits: the logarithm of a uniform number, with its sign.
 
     Args:
       words: one a number, uint64 [n].
@@ -323,7 +295,7 @@ def _check(scale: float, size: int) -> None:
 
 @lru_cache(maxsize=64)
 def _measurement(distribution: Distribution, scale: float) -> Any:
-    """OpenDP's integer vector measurement at `scale`; building one costs about 1 ms."""
+    # OpenDP's integer vector measurement at `scale`; building one costs about 1 ms.
     import opendp.prelude as dp
 
     dp.enable_features("contrib")
@@ -335,7 +307,7 @@ def _measurement(distribution: Distribution, scale: float) -> Any:
 
 @lru_cache(maxsize=1)
 def _noisy_max() -> Any:
-    """OpenDP's exponential mechanism (Gumbel noise of scale 1, compared exactly)."""
+    # OpenDP's exponential mechanism (Gumbel noise of scale 1, compared exactly)
     import opendp.prelude as dp
 
     dp.enable_features("contrib")

@@ -15,30 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_dpzero.privacy.accounting import calibrated_noise_multiplier
-from hf_dpzero.privacy.composition import (
+from hf_dpzero.privacy.accounting import (
     Part,
-    calibrated_after,
+    calibrated_noise_multiplier,
     common_accountant,
     epsilon_together,
     scheduled_parts,
 )
-from hf_dpzero.privacy.correlated_noise.correlation import Correlation, correlation_from_dict
-from hf_dpzero.privacy.correlated_noise.plans import (
+from hf_dpzero.privacy.correlated.correlation import (
+    Correlation,
     check_correlated,
+    correlation_from_dict,
     fixed_batches_part,
     prefix_part,
 )
-from hf_dpzero.privacy.events import (
-    Accountant,
-    StepSpec,
-    check_sound,
-    step_event,
-)
-from hf_dpzero.privacy.group_losses import GroupLosses, group_losses_from_dict
+from hf_dpzero.privacy.described import check_count, read
+from hf_dpzero.privacy.events import Accountant, StepSpec, check_sound, step_event
+from hf_dpzero.privacy.group_losses import GROUP_LOSSES, GroupLosses
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import MIN_CLIP_CHANGE, AdaptiveClipping
+from hf_dpzero.privacy.mechanisms.adaptive import MIN_CLIP_CHANGE, AdaptiveClipping
 from hf_dpzero.privacy.mechanisms.base import MIN_NOISE_MULTIPLIER
+from hf_dpzero.privacy.mechanisms.gradient import GradientMechanism
 from hf_dpzero.privacy.sampling import (
     FixedBatchesSampler,
     Sampler,
@@ -106,8 +103,7 @@ class PrivacyPlan:
     groups: GroupLosses | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"steps={self.steps!r} must be an integer of at least 1.")
+        check_count("steps", self.steps)
         if self.sampler.expected_batch_size != self.mechanism.expected_batch_size:
             raise ValueError(
                 f"the sampler expects batches of {self.sampler.expected_batch_size}, the mechanism "
@@ -149,15 +145,15 @@ class PrivacyPlan:
 
     @cached_property
     def multipliers(self) -> np.ndarray:
-        """Noise multiplier of each step, in the mechanism's terms, float64 [T]."""
-        scale = float(getattr(self.mechanism, "noise_multiplier", 0.0))
+        """Returns the noise multiplier of each step, in the mechanism's terms, float64 [T]."""
+        scale = self.mechanism.noise_multiplier
         if self.noise_schedule is None or not scale:
             return np.full(self.steps, scale)
         return self.noise_schedule.multipliers(scale, self.log_influence)
 
     @cached_property
     def log_influence(self) -> np.ndarray:
-        """log(q_t C_t^2) up to a constant: how much the noise of each step counts, float64 [T]."""
+        """Returns log(q_t C_t^2) up to a constant: how much a step's noise counts, float64 [T]."""
         clips = 2 * np.log(self._clip_factors)
         if self.noise_schedule is None:
             return clips
@@ -166,29 +162,21 @@ class PrivacyPlan:
 
     @cached_property
     def _clip_factors(self) -> np.ndarray:
-        return (
-            np.ones(self.steps)
-            if self.clip_schedule is None
-            else self.clip_schedule.factors(self.steps)
-        )
+        clips = self.clip_schedule
+        return np.ones(self.steps) if clips is None else clips.factors(self.steps)
 
     @property
     def scheduled(self) -> Callable[[int], Mechanism] | None:
-        """`mechanism_at`, or None where every step has the plan's own mechanism."""
+        """Returns `mechanism_at`, or None where every step has the plan's own mechanism."""
         constant = self.noise_schedule is None and self.clip_schedule is None
         return None if constant else self.mechanism_at
 
     def mechanism_at(self, step: int) -> Mechanism:
-        """The mechanism of one step: the plan's with the schedules' noise multiplier and clip.
+        """Returns the mechanism of a step in 0..steps-1, with the schedules' noise multiplier and clip.
 
-        Args:
-          step: 0 <= step < steps.
-
-        Returns:
-          The plan's own mechanism where nothing is scheduled. An adaptive clip is still the first one.
+        That is the plan's own one where nothing is scheduled. An adaptive clip is still the first one.
         """
-        mechanism: Any = self.mechanism
-        changed: dict[str, float] = {}
+        mechanism, changed = self.mechanism, {}
         if self.noise_schedule is not None:
             changed["noise_multiplier"] = float(self.multipliers[step])
         if self.clip_schedule is not None:
@@ -196,19 +184,18 @@ class PrivacyPlan:
         if changed and isinstance(mechanism, AdaptiveClipping) and mechanism.private:
             ratio = changed["noise_multiplier"] / mechanism.noise_multiplier
             changed["clip_count_noise"] = mechanism.clip_count_noise * ratio
-        return replace(mechanism, **changed) if changed else self.mechanism
+        return replace(mechanism, **changed)  # type: ignore[arg-type]
 
     @property
     def smallest_clip(self) -> float:
-        """The smallest clip of the run's steps; of automatic clipping gamma, where that is smaller."""
-        mechanism: Any = self.mechanism
-        clip = float(mechanism.clip)
-        if self.clip_schedule is not None:
-            clip *= float(min(self._clip_factors))
+        """Returns the smallest clip of the run; of automatic clipping gamma, where that is smaller."""
+        mechanism = self.mechanism
+        clip = mechanism.clip * float(min(self._clip_factors))
         if isinstance(mechanism, AdaptiveClipping):
             clip *= MIN_CLIP_CHANGE
-        automatic = getattr(mechanism, "clipping", "") == "automatic"
-        return min(clip, mechanism.clip_stability) if automatic else clip
+        if isinstance(mechanism, GradientMechanism) and mechanism.clipping == "automatic":
+            return min(clip, mechanism.clip_stability)
+        return clip
 
     def _check_earlier(self) -> None:
         for plan, steps in self.after:
@@ -231,12 +218,13 @@ class PrivacyPlan:
                 f"method {self.mechanism.name!r} is not private and extends no private run: use "
                 f"{self.mechanism.private_counterpart!r}."
             )
-        common_accountant(self._parts(self.steps))
+        common_accountant(self._parts(self.steps))  # refuses parts without one
 
     @property
     def spec(self) -> StepSpec:
-        """One step as it is accounted; of fixed batches an epoch, with a correlation the run."""
-        cap, mechanism = self.sampler, self.mechanism
+        """Returns one step as it is accounted; of fixed batches an epoch, with a correlation the run."""
+        cap, mechanism, groups = self.sampler, self.mechanism, self.groups
+        joint = groups.num_values if groups is not None and groups.joint else 0
         step = StepSpec(
             sampling=self.sampler.name,
             num_examples=self.sampler.num_examples,
@@ -244,7 +232,7 @@ class PrivacyPlan:
             max_batch_size=cap.max_batch_size if isinstance(cap, TruncatedPoissonSampler) else 0,
             distribution=mechanism.distribution,
             noise_multiplier=mechanism.effective_noise_multiplier * self._kept,
-            num_directions=mechanism.noise_draws + self._joint_values,
+            num_directions=mechanism.noise_draws + joint,
             dense_draws=mechanism.dense_draws,
             relation=self.relation,
             accountant=self.accountant,
@@ -257,38 +245,34 @@ class PrivacyPlan:
 
     @property
     def equal_steps(self) -> bool:
-        """Whether every step is the same event, so that runs of T1 and T2 steps are one of T1 + T2."""
+        """Says whether all steps are one event, so that runs of T1 and T2 steps are one of T1 + T2."""
         beside = self.groups is not None and self.groups.num_values and not self.groups.joint
         fixed = isinstance(self.sampler, FixedBatchesSampler)
         return self.noise_schedule is None and not fixed and not beside
 
     @property
     def _kept(self) -> float:
-        """Multiplier of a step's one Gaussian over that of its weights' part."""
+        # multiplier of a step's one Gaussian over that of its weights' part
         return 1.0 if self.groups is None else self.groups.kept
 
     @property
-    def _joint_values(self) -> int:
-        return self.groups.num_values if self.groups is not None and self.groups.joint else 0
-
-    @property
     def values_per_release(self) -> int:
-        """Numbers that a step writes to the ledger: the mechanism's, then the groups'."""
+        """Counts the numbers that a step writes to the ledger: the mechanism's, then the groups'."""
         own = self.mechanism.values_per_release
         return own if self.groups is None else own + self.groups.num_values
 
     @property
     def private(self) -> bool:
-        """True if epsilon is finite: the mechanism clips and adds noise."""
+        """Says whether epsilon is finite: the mechanism clips and adds noise."""
         return self.mechanism.private
 
     @property
     def accountant_used(self) -> str:
-        """The accountant behind the reported epsilon, which may be better than the one named."""
+        """Names the accountant behind the reported epsilon, perhaps a better one than was asked for."""
         return common_accountant(self._parts(self.steps)) if self.private else "none"
 
     def event(self, at: int | None = None) -> DpEvent:
-        """The `dp_accounting` event of the first `at` steps (default: all of them), 0 <= at <= steps.
+        """Returns the `dp_accounting` event of the first `at` steps (default: all), 0 <= at <= steps.
 
         With those of the runs before it, in the convention of the accountant named by
         `accountant_used`. A step with several noises (adaptive clipping) is the one Gaussian that they
@@ -303,9 +287,9 @@ class PrivacyPlan:
         return dp.ComposedDpEvent(parts) if len(parts) > 1 else [*parts, dp.NoOpDpEvent()][0]
 
     def epsilon(self, delta: float, at: int | None = None) -> float:
-        """Epsilon spent at `delta` after `at` steps (default: all), and by the runs before; a bound.
+        """Returns epsilon spent at `delta` after `at` steps (default: all), and by the runs before.
 
-        A part of the run never costs more than the whole, so the bound for the whole caps it.
+        An upper bound.
 
         Args:
           delta: in [1e-12, 1), or 0 for Laplace noise.
@@ -319,6 +303,7 @@ class PrivacyPlan:
             return 0.0
         if not self.private:
             return math.inf
+        # A part of the run never costs more than the whole, so the bound for the whole caps it.
         whole = epsilon_together(self._parts(self.steps), delta)
         part = whole if count == self.steps else epsilon_together(self._parts(count), delta)
         return min(part, whole)
@@ -328,7 +313,7 @@ class PrivacyPlan:
         return (*earlier, *self.own_parts(count))
 
     def own_parts(self, count: int | None = None) -> tuple[Part, ...]:
-        """The first `count` steps of this run alone (default: all) as the accounting sees them.
+        """Returns the first `count` steps of this run alone (default: all) as the accounting sees them.
 
         Steps of different noise are grouped, each counted with no more noise than it has
         (`heterogeneous.grouped`).
@@ -342,21 +327,18 @@ class PrivacyPlan:
         return scheduled_parts(self.spec, self.multipliers[:count] / sensitivity * self._kept)
 
     def _constant(self, spec: StepSpec, count: int) -> tuple[Part, ...]:
-        """Steps of one kind, as often as an example is in them, and what is released beside them."""
-        parts: tuple[Part, ...] = ((spec, self._events(count)),)
+        """Returns steps of one kind, as often as an example is in them, and what is released beside."""
+        events = min(count, 1)
+        if self.correlation is None:
+            events = math.ceil(count / getattr(self.sampler, "batches", 1))
+        parts: tuple[Part, ...] = ((spec, events),)
         if self.groups is None or not spec.noise_multiplier or not count:
             return parts
         beside = self.groups.parts(spec, spec.noise_multiplier, self.sampler, self.steps, count)
         return parts + beside
 
-    def _events(self, count: int) -> int:
-        """How many events like `spec` the first `count` steps are."""
-        if self.correlation is not None:
-            return min(count, 1)
-        return math.ceil(count / getattr(self.sampler, "batches", 1))
-
     def parts_at(self, effective: float) -> tuple[Part, ...]:
-        """`own_parts` of the same plan with another noise multiplier, over the sensitivity."""
+        """Returns `own_parts` of the plan with another noise multiplier, over the sensitivity."""
         if self.noise_schedule is None:
             return self._constant(replace(self.spec, noise_multiplier=effective), self.steps)
         scaled = self.noise_schedule.multipliers(
@@ -365,16 +347,13 @@ class PrivacyPlan:
         return scheduled_parts(self.spec, scaled / self.mechanism.sensitivity_add_remove)
 
     def calibrate(self, *, epsilon: float, delta: float) -> PrivacyPlan:
-        """The same plan with the smallest noise multiplier, to 4e-4, that keeps to the target.
+        """Returns the plan with the smallest noise multiplier, to 4e-4, that keeps to the target.
 
         Guarantee: `plan.calibrate(epsilon=e, delta=d).epsilon(d) <= e`, evaluated before return.
 
         Args:
           epsilon: target > 0, at the end of all steps; of this run and those before it together.
           delta: as in `epsilon`.
-
-        Returns:
-          A new plan.
 
         Raises:
           ValueError: the mechanism has no noise to calibrate, no noise reaches the target, or
@@ -386,28 +365,25 @@ class PrivacyPlan:
                 f"target epsilon={epsilon} with method {mechanism.name!r}, which has no noise to "
                 f"calibrate; use method {mechanism.private_counterpart!r}, or drop the target."
             )
-        if self.after or len(self.parts_at(1.0)) > 1:
-            earlier = self._parts(0) if self.after else ()
-            effective = calibrated_after(earlier, self.parts_at, epsilon=epsilon, delta=delta)
-        else:
-            ((spec, count),) = self.parts_at(1.0)
-            effective = calibrated_noise_multiplier(spec, count, epsilon=epsilon, delta=delta)
-        plan = self._with_noise(self.stated_multiplier(effective))
+        effective = calibrated_noise_multiplier(
+            self.parts_at,
+            epsilon=epsilon,
+            delta=delta,
+            before=self._parts(0) if self.after else (),
+        )
+        noisy = replace(mechanism, noise_multiplier=self.stated_multiplier(effective))
+        plan = replace(self, mechanism=noisy)
         assert plan.epsilon(delta) <= epsilon, "calibration returned a plan over its target"
         return plan
 
     def stated_multiplier(self, effective: float) -> float:
-        """The mechanism's multiplier of a step that is one Gaussian of multiplier `effective`."""
+        """Returns the mechanism's multiplier for a step of one Gaussian of multiplier `effective`."""
         return self.mechanism.sensitivity_add_remove * effective / self._kept
 
-    def _with_noise(self, noise_multiplier: float) -> PrivacyPlan:
-        mechanism: Any = self.mechanism
-        return replace(self, mechanism=replace(mechanism, noise_multiplier=noise_multiplier))
-
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe description; `from_dict` reads it back."""
-        schedules = {name: getattr(self, name) for name in ("noise_schedule", "clip_schedule")}
+        """Returns a JSON-safe description; `from_dict` reads it back."""
         earlier = [{"plan": plan.to_dict(), "steps": steps} for plan, steps in self.after]
+        optional = {name: getattr(self, name) for name in _OPTIONAL}
         return {
             "sampler": self.sampler.to_dict(),
             "mechanism": self.mechanism.to_dict(),
@@ -415,37 +391,24 @@ class PrivacyPlan:
             "relation": self.relation,
             "accountant": self.accountant,
             **({"after": earlier} if earlier else {}),
-            **{name: value.to_dict() for name, value in schedules.items() if value is not None},
-            **({} if self.correlation is None else {"correlation": self.correlation.to_dict()}),
-            **({} if self.groups is None else {"groups": self.groups.to_dict()}),
+            **{name: part.to_dict() for name, part in optional.items() if part is not None},
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
-        """Inverse of `to_dict`; unknown and missing keys are errors."""
-        readers: dict[str, Callable[[Any], Any]] = {
-            "noise_schedule": noise_schedule_from_dict,
-            "clip_schedule": factors_from_dict,
-            "correlation": correlation_from_dict,
-            "groups": group_losses_from_dict,
-        }
-        known = {"sampler", "mechanism", "steps", "relation", "accountant", "after", *readers}
+        """Reads what `to_dict` described; unknown and missing keys are errors."""
+        readers = {"sampler": sampler_from_dict, "mechanism": mechanism_from_dict, **_OPTIONAL}
+        known = {*readers, "steps", "relation", "accountant", "after"}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"PrivacyPlan has no fields {unknown}; it has {sorted(known)}.")
         if missing := sorted({"sampler", "mechanism", "steps"} - set(values)):
             raise ValueError(f"PrivacyPlan needs {missing}; the description has {sorted(values)}.")
-        own = ("sampler", "mechanism", "after", *readers)
-        rest = {k: v for k, v in values.items() if k not in own}
-        rest |= {name: read(values[name]) for name, read in readers.items() if name in values}
-        return cls(
-            after=tuple((cls.from_dict(v["plan"]), v["steps"]) for v in values.get("after", ())),
-            sampler=sampler_from_dict(values["sampler"]),
-            mechanism=mechanism_from_dict(values["mechanism"]),
-            **rest,
-        )
+        fields = {k: readers[k](v) if k in readers else v for k, v in values.items()}
+        earlier = ((cls.from_dict(v["plan"]), v["steps"]) for v in values.get("after", ()))
+        return cls(**fields | {"after": tuple(earlier)})
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the canonical JSON: equal plans, equal digests, on every machine."""
+        """Returns the SHA-256 (hex) of the canonical JSON, which equal plans share everywhere."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -454,3 +417,12 @@ class PrivacyPlan:
         if not 0 <= count <= self.steps:
             raise ValueError(f"at={at} is outside 0..{self.steps}, the planned steps.")
         return count
+
+
+_OPTIONAL: dict[str, Callable[[Mapping[str, Any]], object]] = {
+    "noise_schedule": noise_schedule_from_dict,
+    "clip_schedule": factors_from_dict,
+    "correlation": correlation_from_dict,
+    "groups": lambda values: read(GROUP_LOSSES, "group_weights", values),
+}
+"""How the parts that not every plan has are read from its description."""

@@ -14,7 +14,6 @@ nobody sees who was sampled. It is unrelated to the public direction key and to 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import os
@@ -27,11 +26,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from hf_dpzero.privacy.described import Described, check_count, read
+
 KEY_BYTES = 32
 
 
 def new_sampler_key() -> bytes:
-    """A fresh secret sampler key: 32 bytes of operating-system entropy.
+    """Draws a fresh secret sampler key: 32 bytes of operating-system entropy.
 
     >>> len(new_sampler_key())
     32
@@ -40,11 +41,10 @@ def new_sampler_key() -> bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler(ABC):
+class Sampler(Described, ABC):
     """Base of all samplers. A new one is a dataclass, a row in `SAMPLERS` and one in the contract tests.
 
     Attributes:
-      name: the key in `SAMPLERS`.
       num_examples: n, the public size of the data set.
       expected_batch_size: B, public; 0 < B <= n. Releases divide by it, whatever was sampled.
 
@@ -55,11 +55,9 @@ class Sampler(ABC):
     num_examples: int
     expected_batch_size: float
 
-    name: ClassVar[str]
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
-        _check_int("num_examples", self.num_examples)
+        check_count("num_examples", self.num_examples)
         size = self.expected_batch_size
         if not (math.isfinite(size) and size > 0):
             raise ValueError(f"expected_batch_size={size} must be finite and positive.")
@@ -70,12 +68,12 @@ class Sampler(ABC):
 
     @property
     def sampling_probability(self) -> float:
-        """q = B / n: the probability that a given example is in the batch, before any cap."""
+        """Returns q = B / n: the probability that a given example is in the batch, before any cap."""
         return self.expected_batch_size / self.num_examples
 
     @property
     def steps_per_epoch(self) -> int:
-        """ceil(n / B), as a DataLoader counts. Accounting knows epochs of fixed batches only.
+        """Returns ceil(n / B), as a DataLoader counts. Accounting knows epochs of fixed batches only.
 
         >>> PoissonSampler(num_examples=1000, expected_batch_size=16).steps_per_epoch
         63
@@ -85,7 +83,7 @@ class Sampler(ABC):
         return math.ceil(self.num_examples / self.expected_batch_size - 1e-9)
 
     def batch(self, step: int, key: bytes) -> np.ndarray:
-        """The step's examples, a pure function of the arguments.
+        """Draws the step's examples, a pure function of the arguments.
 
         Args:
           step: in [0, 2^64).
@@ -107,11 +105,14 @@ class Sampler(ABC):
 
     @abstractmethod
     def _indices(self, step: int, key: bytes) -> np.ndarray:
-        """What `batch` returns; checked arguments."""
+        """Returns what `batch` does; its arguments are checked."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields and name, JSON-safe; `sampler_from_dict` reads it back."""
-        return {"name": self.name, **dataclasses.asdict(self)}
+    def _check_whole(self, batches: str) -> None:
+        if self.expected_batch_size != math.floor(self.expected_batch_size):
+            raise ValueError(
+                f"expected_batch_size={self.expected_batch_size} is not a whole number; {batches} "
+                "need one (PoissonSampler takes any size)."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ class TruncatedPoissonSampler(PoissonSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_int("max_batch_size", self.max_batch_size)
+        check_count("max_batch_size", self.max_batch_size)
         if self.max_batch_size < self.expected_batch_size:
             raise ValueError(
                 f"max_batch_size={self.max_batch_size} is below expected_batch_size="
@@ -182,11 +183,7 @@ class FixedSizeSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.expected_batch_size != math.floor(self.expected_batch_size):
-            raise ValueError(
-                f"expected_batch_size={self.expected_batch_size} is not a whole number; fixed-size "
-                "batches need one (PoissonSampler takes any size)."
-            )
+        self._check_whole("fixed-size batches")
 
     def _indices(self, step: int, key: bytes) -> np.ndarray:
         return _subset(self.num_examples, int(self.expected_batch_size), step, key, b"fixed")
@@ -234,15 +231,11 @@ class FixedBatchesSampler(Sampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.expected_batch_size != math.floor(self.expected_batch_size):
-            raise ValueError(
-                f"expected_batch_size={self.expected_batch_size} is not a whole number; fixed batches "
-                "need one (PoissonSampler takes any size)."
-            )
+        self._check_whole("fixed batches")
 
     @property
     def batches(self) -> int:
-        """E, steps in an epoch."""
+        """Returns E, steps in an epoch."""
         return math.ceil(self.num_examples / self.expected_batch_size)
 
     def _indices(self, step: int, key: bytes) -> np.ndarray:
@@ -265,25 +258,16 @@ SAMPLERS: dict[str, type[Sampler]] = {
 
 
 def sampler_from_dict(values: Mapping[str, Any]) -> Sampler:
-    """The sampler that `to_dict` described; an unknown name and unknown keys are errors.
+    """Reads the sampler that `to_dict` described; an unknown name and unknown keys are errors.
 
     >>> sampler_from_dict({"name": "poisson", "num_examples": 10, "expected_batch_size": 2})
     PoissonSampler(num_examples=10, expected_batch_size=2.0)
     """
-    settings = dict(values)
-    name = settings.pop("name", None)
-    if name not in SAMPLERS:
-        raise ValueError(f"sampler name {name!r} is unknown; use one of {sorted(SAMPLERS)}.")
-    known = {field.name for field in dataclasses.fields(SAMPLERS[name])}
-    if unknown := sorted(set(settings) - known):
-        raise ValueError(
-            f"{SAMPLERS[name].__name__} has no fields {unknown}; it has {sorted(known)}."
-        )
-    return SAMPLERS[name](**settings)
+    return read(SAMPLERS, "sampler", values)
 
 
 def inclusion_threshold(probability: float) -> int:
-    """floor(q 2^64), exactly: the number of 64-bit words that mean "in".
+    """Returns floor(q 2^64), exactly: the number of 64-bit words that mean "in".
 
     >>> inclusion_threshold(0.5) == 2**63, inclusion_threshold(1.0) == 2**64
     (True, True)
@@ -292,11 +276,9 @@ def inclusion_threshold(probability: float) -> int:
 
 
 def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarray:
-    """A uniform subset of range(n) of the given size: the positions of its smallest words.
-
-    If the largest kept and the smallest dropped word are equal, the words are drawn again; given
-    that they differ, exchangeability of the words makes all subsets equally likely, exactly.
-    """
+    """Draws a uniform subset of range(n): the positions of its `size` smallest words."""
+    # If the largest kept and the smallest dropped word are equal, the words are drawn again; given
+    # that they differ, exchangeability of the words makes all subsets equally likely, exactly.
     attempt = 0
     while True:
         words = _words(n, step, key, domain, attempt)
@@ -309,7 +291,7 @@ def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarr
 
 
 def place_order(count: int, step: int, key: bytes) -> np.ndarray:
-    """A uniform order of a step's rows, in which they take their places in forward passes.
+    """Draws a uniform order of a step's rows, in which they take their places in forward passes.
 
     A pure function of the arguments, from words of a domain of their own: independent of which rows are
     sampled. `batches.placement` proves what a secret uniform order is good for.
@@ -330,12 +312,11 @@ def place_order(count: int, step: int, key: bytes) -> np.ndarray:
 
 @lru_cache(maxsize=2)
 def _order(n: int, key: bytes) -> np.ndarray:
-    """The fixed order of a run's examples over its places."""
     return _permutation(n, 0, key, b"order")
 
 
 def _permutation(n: int, step: int, key: bytes, domain: bytes) -> np.ndarray:
-    """A uniform permutation of range(n): the order of its words, drawn again if two are equal."""
+    """Draws a uniform permutation of range(n): the order of its words, again if two are equal."""
     attempt = 0
     while True:
         words = _words(n, step, key, domain, attempt)
@@ -346,13 +327,8 @@ def _permutation(n: int, step: int, key: bytes, domain: bytes) -> np.ndarray:
 
 
 def _words(n: int, step: int, key: bytes, domain: bytes, attempt: int) -> np.ndarray:
-    """n independent uniform 64-bit words, a pure function of the arguments."""
+    """Returns n independent uniform 64-bit words, a pure function of the arguments."""
     address = step.to_bytes(8, "little") + attempt.to_bytes(8, "little")
     label = b"hf_dpzero.sampling." + domain.ljust(16, b"\0")
     stream = hashlib.shake_256(label + key + address).digest(8 * n)
     return np.frombuffer(stream, dtype="<u8")
-
-
-def _check_int(label: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{label}={value!r} must be an integer of at least 1.")

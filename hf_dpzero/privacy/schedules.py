@@ -17,11 +17,14 @@ only has a shape, s is the multiplier of a constant run with the same sum of sig
 
 *Influence of a learning rate that decays*: eta_t^2 prod_{i > t} (1 - 2 mu eta_i (1 - M eta_i / 2)), for
 small steps proportional to r_t^2 prod_{i > t} (1 - (1 - gamma) r_i) with r_t = eta_t / eta_max.
+
+*Influence on a quadratic* is exact (`quadratic_influence`): f(theta) = (1/2) sum_j h_j theta_j^2 and
+theta_(t+1) = theta_t - eta m_(t+1), m the average of the gradients with momentum beta and bias
+correction (their Eq. 3).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,8 +32,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hf_dpzero.privacy.quadratics import quadratic_influence
+from hf_dpzero.privacy.described import Described, read
+
+Floats = NDArray[np.float64]
 
 MAX_SPAN = 2.0**20
 """A schedule's largest noise multiplier is at most so many times its smallest."""
@@ -39,24 +45,28 @@ LEARNING_RATES = ("constant", "constant_with_warmup", "linear", "cosine")
 """Learning-rate schedules whose influence is known here."""
 
 
+class _Schedule(Described):
+    def __str__(self) -> str:
+        values = ", ".join(f"{k}={v}" for k, v in self.to_dict().items() if k != "name")
+        return f"{self.name}({values})"
+
+
 @dataclass(frozen=True, kw_only=True)
-class NoiseSchedule:
+class NoiseSchedule(_Schedule):
     """Base: the noise multiplier of each step. Immutable, and independent of any data.
 
     Attributes:
-      name: as in settings and in a plan's JSON.
       weighs_clips: whether a scheduled clip changes what is best; not where all levels are given.
     """
 
-    name: ClassVar[str]
     weighs_clips: ClassVar[bool] = True
 
     def log_influence(self, steps: int) -> np.ndarray:
-        """log q_t of the steps 0..T-1, up to a constant, float64 [T]."""
+        """Returns log q_t of the steps 0..T-1, up to a constant, float64 [T]."""
         raise NotImplementedError
 
     def multipliers(self, scale: float, log_influence: np.ndarray) -> np.ndarray:
-        """sigma_t of all steps.
+        """Returns sigma_t of all steps.
 
         Args:
           scale: s > 0, the run's noise multiplier.
@@ -67,23 +77,9 @@ class NoiseSchedule:
         """
         return scale * shape(log_influence)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Name and parameters, JSON-safe; `noise_schedule_from_dict` reads it back."""
-        return {"name": self.name, **dataclasses.asdict(self)}
-
-    def __str__(self) -> str:
-        values = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
-        return f"{self.name}({values})"
-
 
 def shape(log_influence: np.ndarray) -> np.ndarray:
-    """q_t^(-1/4), such that the mean of shape^-2 is 1 (Lemma 4.4).
-
-    Args:
-      log_influence: log q_t, float64 [T].
-
-    Returns:
-      float64 [T].
+    """Returns q_t^(-1/4), such that the mean of shape^-2 is 1 (Lemma 4.4), float64 [T].
 
     >>> shape(np.log([1.0, 16.0])).round(4)
     array([1.5811, 0.7906])
@@ -117,13 +113,12 @@ class Exponential(NoiseSchedule):
         object.__setattr__(self, "gamma", _rate("gamma", self.gamma))
 
     def log_influence(self, steps: int) -> np.ndarray:
-        """(T - t) log gamma."""
         return math.log(self.gamma) * np.arange(steps - 1, -1, -1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Momentum(NoiseSchedule):
-    """Exact influence under momentum with bias correction, on a quadratic: see `quadratics`.
+    """Exact influence under momentum with bias correction, on a quadratic: see the module.
 
     Curvatures lie on a geometric grid from the least, whose loss contracts by gamma a step without
     momentum, to 1 over the learning rate. It takes the place of Theorem 4.8 of the paper, whose proof
@@ -149,7 +144,7 @@ class Momentum(NoiseSchedule):
             )
 
     def log_influence(self, steps: int) -> np.ndarray:
-        """log q_t; where q_t is too small for a float, the least float's."""
+        # Where q_t is too small for a float it is the least float's.
         least = -math.expm1(math.log(self.gamma) / 2)
         q = quadratic_influence(np.geomspace(least, 1.0, self.curvatures), 1.0, steps, self.beta)
         return np.asarray(np.log(np.maximum(q, np.finfo(np.float64).tiny)))
@@ -180,7 +175,7 @@ class LearningRateAware(NoiseSchedule):
             )
 
     def log_influence(self, steps: int) -> np.ndarray:
-        """2 log r_t + sum_{i > t} log(1 - (1 - gamma) r_i); where r_t = 0, as in the step nearest."""
+        # 2 log r_t + sum_{i > t} log(1 - (1 - gamma) r_i); where r_t = 0, as in the step nearest.
         rates = rate_factors(self.learning_rate, self.warmup_steps, steps)
         rates = np.maximum(rates, rates[rates > 0].min())
         decay = np.log1p(-(1 - self.gamma) * rates * (1 - 1e-12))
@@ -209,7 +204,7 @@ class Subsampled(LearningRateAware):
         object.__setattr__(self, "order", _levels("order", [self.order])[0])
 
     def multipliers(self, scale: float, log_influence: np.ndarray) -> np.ndarray:
-        """With u = sigma^-2: 2 log u + order u = log q_t + const, by Wright's omega function."""
+        # With u = sigma^-2: 2 log u + order u = log q_t + const, by Wright's omega function.
         from scipy.special import wrightomega
 
         centred = log_influence - log_influence.mean()
@@ -235,7 +230,7 @@ class Given(NoiseSchedule):
         object.__setattr__(self, "levels", _levels("noise_schedule", self.levels))
 
     def log_influence(self, steps: int) -> np.ndarray:
-        """The influence that these levels are best for: level^-4."""
+        # what these levels are best for
         return -4 * np.log(_all_steps("noise_schedule", self.levels, steps))
 
     def __str__(self) -> str:
@@ -248,31 +243,17 @@ NOISE_SCHEDULES: dict[str, type[NoiseSchedule]] = {
 
 
 def noise_schedule_from_dict(values: Mapping[str, Any]) -> NoiseSchedule:
-    """Inverse of `NoiseSchedule.to_dict`.
-
-    Raises:
-      ValueError: an unknown name or parameter, or one that is missing or out of range.
-    """
-    return _made(NOISE_SCHEDULES, "noise_schedule", dict(values))
+    """Reads what `to_dict` of a noise schedule described; raises as `described.read` does."""
+    return read(NOISE_SCHEDULES, "noise_schedule", values)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factors:
+class Factors(_Schedule):
     """Base: by what a setting is multiplied in each step (clip, smoothing)."""
 
-    name: ClassVar[str]
-
     def factors(self, steps: int) -> np.ndarray:
-        """float64 [T], > 0."""
+        """Returns the factor of each step, float64 [T], > 0."""
         raise NotImplementedError
-
-    def to_dict(self) -> dict[str, Any]:
-        """Name and parameters, JSON-safe; `factors_from_dict` reads it back."""
-        return {"name": self.name, **dataclasses.asdict(self)}
-
-    def __str__(self) -> str:
-        values = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items())
-        return f"{self.name}({values})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +268,6 @@ class LinearFactors(Factors):
         object.__setattr__(self, "end", _levels(f"{self.name} schedule", [self.end])[0])
 
     def factors(self, steps: int) -> np.ndarray:
-        """1, .., end."""
         return np.linspace(1.0, self.end, steps)
 
 
@@ -298,7 +278,6 @@ class ExponentialFactors(LinearFactors):
     name: ClassVar[str] = "exp"
 
     def factors(self, steps: int) -> np.ndarray:
-        """1, .., end."""
         return np.geomspace(1.0, self.end, steps)
 
 
@@ -314,7 +293,6 @@ class GivenFactors(Factors):
         object.__setattr__(self, "levels", _levels("schedule", self.levels))
 
     def factors(self, steps: int) -> np.ndarray:
-        """The levels."""
         return _all_steps("schedule", self.levels, steps)
 
     def __str__(self) -> str:
@@ -327,36 +305,12 @@ FACTORS: dict[str, type[Factors]] = {
 
 
 def factors_from_dict(values: Mapping[str, Any]) -> Factors:
-    """Inverse of `Factors.to_dict`.
-
-    Raises:
-      ValueError: an unknown name or parameter, or one that is missing or out of range.
-    """
-    return _made(FACTORS, "schedule", dict(values))
-
-
-def _made(kinds: Mapping[str, Any], what: str, values: dict[str, Any]) -> Any:
-    name = values.pop("name", None)
-    if name not in kinds:
-        raise ValueError(f"{what}={name!r} is unknown; use one of {', '.join(kinds)}.")
-    known = {field.name for field in dataclasses.fields(kinds[name])}
-    if unknown := sorted(set(values) - known):
-        raise ValueError(
-            f"{what} {name!r} has no {unknown[0]!r}; it has {', '.join(sorted(known))}."
-        )
-    if isinstance(values.get("levels"), list):
-        values["levels"] = tuple(values["levels"])
-    try:
-        return kinds[name](**values)
-    except TypeError:
-        needed = [
-            f.name for f in dataclasses.fields(kinds[name]) if f.default is dataclasses.MISSING
-        ]
-        raise ValueError(f"{what} {name!r} needs {', '.join(needed)}.") from None
+    """Reads what `to_dict` of factors described; raises as `described.read` does."""
+    return read(FACTORS, "schedule", values)
 
 
 def rate_factors(learning_rate: str, warmup_steps: int, steps: int) -> np.ndarray:
-    """Learning rate over its maximum in each step, as transformers' schedules have it.
+    """Returns the learning rate over its maximum in each step, as transformers' schedules have it.
 
     Args:
       learning_rate: one of `LEARNING_RATES`.
@@ -366,15 +320,11 @@ def rate_factors(learning_rate: str, warmup_steps: int, steps: int) -> np.ndarra
     Returns:
       float64 [T], >= 0, some above 0.
     """
-    t, warmup = (
-        np.arange(steps, dtype=np.float64),
-        0 if learning_rate == "constant" else warmup_steps,
-    )
+    t = np.arange(steps, dtype=np.float64)
+    warmup = 0 if learning_rate == "constant" else warmup_steps
     left = (t - warmup) / max(1, steps - warmup)
-    after = {
-        "linear": 1 - left,
-        "cosine": 0.5 * (1 + np.cos(math.pi * left)),
-    }.get(learning_rate, np.ones(steps))
+    decays = {"linear": 1 - left, "cosine": 0.5 * (1 + np.cos(math.pi * left))}
+    after = decays.get(learning_rate, np.ones(steps))
     rates = np.where(t < warmup, t / max(1, warmup), np.clip(after, 0.0, 1.0))
     return rates if rates.any() else np.ones(steps)
 
@@ -411,3 +361,38 @@ def _all_steps(what: str, levels: Sequence[float], steps: int) -> np.ndarray:
             f"max_steps={len(levels)})."
         )
     return np.asarray(levels, dtype=np.float64)
+
+
+def quadratic_responses(
+    curvature: Floats, rate: float, steps: int, beta: float = 0.0
+) -> tuple[Floats, Floats]:
+    """Returns how theta_(T+1) answers to theta_1 and to an error in the gradient of each step.
+
+    Args:
+      curvature: h_j, [D].
+      rate: eta.
+      steps: T >= 1.
+      beta: of momentum with bias correction (Eq. 3); 0 is gradient descent.
+
+    Returns:
+      theta_(T+1) = a theta_1 - eta sum_t k_t error_t: a, float64 [D], and k, float64 [T, D].
+    """
+    h = np.asarray(curvature, dtype=np.float64)
+    k = np.empty((steps, len(h)))
+    to_theta, to_average = np.ones_like(h), np.zeros_like(h)  # of theta_(T+1) by theta_t, by m_t
+    for t in range(steps, 0, -1):
+        unbias = 1 - beta**t
+        by_new = to_average - rate * to_theta  # by m_(t+1), which theta_(t+1) contains
+        k[t - 1] = -by_new * (1 - beta) / unbias / rate
+        to_average = by_new * beta * (1 - beta ** (t - 1)) / unbias
+        to_theta = to_theta + by_new * (1 - beta) / unbias * h
+    return to_theta, k
+
+
+def quadratic_influence(curvature: Floats, rate: float, steps: int, beta: float = 0.0) -> Floats:
+    """Returns q_t = (1/2) eta^2 sum_j h_j k_tj^2: E f's share of noise of variance 1 in step t, [T].
+
+    Exact; the arguments are those of `quadratic_responses`.
+    """
+    _, k = quadratic_responses(curvature, rate, steps, beta)
+    return np.asarray(rate**2 / 2 * k**2 @ np.asarray(curvature, dtype=np.float64))

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.group_losses import group_words
-from hf_dpzero.privacy.schedule_gain import schedule_words
+from hf_dpzero.privacy.words import group_words, schedule_words
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan

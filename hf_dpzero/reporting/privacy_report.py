@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.privacy.private_selection import WORDS, check_tuning, total_epsilon
-from hf_dpzero.privacy.schedule_gain import LABELS
+from hf_dpzero.privacy.selection import WORDS, check_tuning, total_epsilon
+from hf_dpzero.privacy.words import LABELS
 from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
@@ -287,7 +287,7 @@ class PrivacyReport:
         """Adds how the settings were chosen to numbers, statement and caveats.
 
         Args:
-          tuning: "none", "public", "not_accounted", or an entry of `privacy.private_selection`, whose
+          tuning: "none", "public", "not_accounted", or an entry of `privacy.selection`, whose
             total epsilon replaces the run's own.
           plan: the plan that ran.
           at_least: a total epsilon that this run's part of a search may not understate.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import WORDS
+from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import agreeing, check_weights, report_of
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.private_selection import total_epsilon
+from hf_dpzero.privacy.selection import total_epsilon
 from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.weights import digest_weights, weight_files

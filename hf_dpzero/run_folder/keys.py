@@ -30,8 +30,8 @@ from transformers.utils import logging
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
 from hf_dpzero.parallel import collectives
-from hf_dpzero.privacy.correlated_noise.plans import sensitivity
-from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
+from hf_dpzero.privacy.correlated.correlation import sensitivity
+from hf_dpzero.privacy.correlated.stream import CorrelatedNoise, KeyedNoise, new_noise_key
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hf_dpzero.perturbation.trainable import is_trained
-from hf_dpzero.privacy.correlated_noise.plans import run_deviation
+from hf_dpzero.privacy.correlated.correlation import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from hf_dpzero.ledger.replay import UPDATE_RULES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.privacy.events import ACCOUNTANTS
 from hf_dpzero.privacy.mechanisms.base import RELATIONS
-from hf_dpzero.privacy.private_selection import WORDS
 from hf_dpzero.privacy.sampling import SAMPLERS
+from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.settings.nested import (
     METHODS,
     PRIVATE,

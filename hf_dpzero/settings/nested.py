@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
 
 from hf_dpzero.estimators.finite_differences import STRATEGIES
-from hf_dpzero.privacy.correlated_noise.correlation import Correlation
+from hf_dpzero.privacy.correlated.correlation import Correlation
 from hf_dpzero.privacy.group_losses import GROUP_LOSSES
 from hf_dpzero.settings.setting import (
     BITS_128,

@@ -25,13 +25,13 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.schedule_gain import gain_against_uniform
 from hf_dpzero.privacy.schedules import (
     Factors,
     NoiseSchedule,
     factors_from_dict,
     noise_schedule_from_dict,
 )
+from hf_dpzero.privacy.words import gain_against_uniform
 from hf_dpzero.values import listed
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from hf_dpzero.parallel.collectives import (
 from hf_dpzero.parallel.mesh import ALONE, Split
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
+from hf_dpzero.privacy.mechanisms.adaptive import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource

@@ -26,9 +26,8 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_dpzero.parallel.collectives import sent_bytes
 from hf_dpzero.parallel.mesh import process_words
-from hf_dpzero.privacy.group_losses import group_words
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.schedule_gain import LABELS, schedule_words
+from hf_dpzero.privacy.words import LABELS, group_words, schedule_words
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
 from hf_dpzero.run import Run

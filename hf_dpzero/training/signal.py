@@ -8,7 +8,7 @@ A release v is a clipped mean plus noise of a public variance s^2 = (sigma C_t /
 alone gives it the deviation sqrt(2 / n) (Gaussian; sqrt(5 / n) for Laplace, whose kurtosis is 6).
 
 Where the noise of a step depends on that of earlier ones, v is what a release holds beyond the noise
-that earlier releases foretell, and s^2 the variance of what is left (`correlated_noise.innovations`):
+that earlier releases foretell, and s^2 the variance of what is left (`factorization.Innovations`):
 numbers that are nearly independent again, and in which a mean that stays shows most.
 
 Privacy: post-processing of what is released, and therefore free. Nothing here sees a batch or a loss.
@@ -33,10 +33,10 @@ from hf_dpzero.parallel.collectives import sum_over_processes
 from hf_dpzero.parallel.fsdp import is_split
 from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import num_trainable
-from hf_dpzero.privacy.correlated_noise.innovations import Innovations
-from hf_dpzero.privacy.correlated_noise.plans import sensitivity
+from hf_dpzero.privacy.correlated.correlation import sensitivity
+from hf_dpzero.privacy.correlated.factorization import Innovations
 from hf_dpzero.privacy.discretization import dense_grid
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping, MechanismSchedule
+from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping, MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.run import Run

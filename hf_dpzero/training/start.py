@@ -11,7 +11,7 @@ from hf_dpzero.estimators.arithmetic import compile_
 from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.parallel import collectives
 from hf_dpzero.perturbation.trainable import select_trainable
-from hf_dpzero.privacy.group_losses import group_warning
+from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.run import Run
 from hf_dpzero.settings.plan_of import extension_warning
 from hf_dpzero.settings.schedules import judge_schedule

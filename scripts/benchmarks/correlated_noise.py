@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
-from hf_dpzero.privacy.correlated_noise.factorization import (
+from hf_dpzero.privacy.correlated.factorization import (
     Factorization,
     Restarted,
     banded,
     toeplitz,
 )
-from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
+from hf_dpzero.privacy.correlated.stream import CorrelatedNoise, KeyedNoise, new_noise_key
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 from hf_dpzero.training.first_order_step import CHUNK
 

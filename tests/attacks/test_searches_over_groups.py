@@ -7,9 +7,8 @@ import pytest
 from hf_dpzero.privacy.group_losses import PerStepGroups
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import calibrate_selection, selection_epsilon
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.privacy.trial_count import TrialCount
+from hf_dpzero.privacy.selection import TrialCount, calibrate_selection, selection_epsilon
 
 
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_special"])

@@ -9,7 +9,7 @@ from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
 from hf_dpzero.privacy import accounting
 from hf_dpzero.privacy.accounting import epsilon_after
-from hf_dpzero.privacy.events import StepSpec, step_event
+from hf_dpzero.privacy.events import StepSpec
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_the_smallest_accepted_delta_is_not_understated(steps: int):
     sigma = 2.0 * math.sqrt(steps)
     spec = StepSpec(sampling="full_batch", num_examples=10, batch_size=10.0, noise_multiplier=sigma)
     exact = get_epsilon_gaussian(sigma / math.sqrt(steps), delta)
-    found = accounting._pld_epsilon(spec, steps, delta)
+    found = accounting._pld([(spec, steps)], delta)
     assert exact <= found <= 1.02 * exact
 
 
@@ -44,7 +44,6 @@ def test_what_arithmetic_may_hide_is_taken_off_delta():
     spec = StepSpec(sampling="poisson", num_examples=1000, batch_size=1.0, noise_multiplier=2.0)
     left = delta - (steps * 2.0**-53 + 1e-15)
     assert left < 0.8 * delta
-    at = {
-        d: accounting._pld_on_fitted_grid(spec, step_event(spec), steps, d) for d in (delta, left)
-    }
-    assert at[delta] < accounting._pld_epsilon(spec, steps, delta) == at[left]
+    parts = [(spec, steps)]
+    at = {d: accounting._pld_on_fitted_grid(parts, d, smaller=False) for d in (delta, left)}
+    assert at[delta] < accounting._pld(parts, delta) == at[left]

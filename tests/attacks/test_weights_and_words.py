@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
-from hf_dpzero.privacy.private_selection import composition_entry
+from hf_dpzero.privacy.selection import composition_entry
 from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, earlier_runs

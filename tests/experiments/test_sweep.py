@@ -30,15 +30,15 @@ from hf_dpzero.experiments.sweep_outputs import _best_row
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import (
+from hf_dpzero.privacy.sampling import PoissonSampler
+from hf_dpzero.privacy.selection import (
+    TrialCount,
     composed_epsilon,
     composition_entry,
     selection_entry,
     selection_epsilon,
     total_epsilon,
 )
-from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.privacy.trial_count import TrialCount
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport

@@ -6,13 +6,8 @@ Symbols and source as in `budget`: Hong, Wang and Zhou 2022.
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from numpy.typing import NDArray
 
 from hf_dpzero.papers.budget import positive
-
-Floats = NDArray[Any]
 
 
 def contraction(kappa: float) -> float:
@@ -25,41 +20,20 @@ def contraction(kappa: float) -> float:
 def noise_constant(
     dimension: int, clip: float, budget: float, smoothness: float, examples: int, gap: float
 ) -> float:
-    """alpha = D G^2 / (2 R M N^2 Delta) (Eq. 4).
-
-    Args:
-      dimension: D.
-      clip: G.
-      budget: R.
-      smoothness: M.
-      examples: N.
-      gap: Delta = f(theta_1) - f*.
-    """
+    """alpha = D G^2 / (2 R M N^2 Delta) (Eq. 4), Delta = f(theta_1) - f*."""
     values = {"D": dimension, "G": clip, "R": budget, "M": smoothness, "N": examples, "Delta": gap}
     d, g, r, m, n, delta = (positive(name, value) for name, value in values.items())
     return d * g**2 / (2 * r * m * n**2 * delta)
 
 
 def uniform_bound(steps: float, alpha: float, gamma: float) -> float:
-    """ERUB of uniform noise: gamma^T + alpha T (1 - gamma^T) / (1 - gamma) (Eq. 9).
-
-    Args:
-      steps: T > 0, perhaps no integer.
-      alpha: `noise_constant`.
-      gamma: in [0, 1]; at 1 the limit 1 + alpha T^2.
-    """
+    """ERUB of uniform noise: gamma^T + alpha T (1 - gamma^T) / (1 - gamma) (Eq. 9)."""
     kept = gamma**steps
     return kept + alpha * steps * (steps if gamma == 1 else (1 - kept) / (1 - gamma))
 
 
 def dynamic_bound(steps: float, alpha: float, gamma: float) -> float:
-    """ERUB of the best noise: gamma^T + alpha ((1 - gamma^(T/2)) / (1 - sqrt gamma))^2.
-
-    Args:
-      steps: T > 0, perhaps no integer.
-      alpha: `noise_constant`.
-      gamma: in [0, 1]; at 1 the limit 1 + alpha T^2.
-    """
+    """ERUB of the best noise: gamma^T + alpha ((1 - gamma^(T/2)) / (1 - sqrt gamma))^2."""
     root = math.sqrt(gamma)
     return gamma**steps + alpha * (steps if gamma == 1 else (1 - root**steps) / (1 - root)) ** 2
 
@@ -69,11 +43,8 @@ def uniform_steps(alpha: float, gamma: float) -> float:
 
     Near the least of `uniform_bound`, but for gamma -> 1, where it tends to 1/alpha, not to 0 as the
     paper says, and the bound to 1 + 1/alpha.
-
-    Raises:
-      ValueError: alpha <= 0, or gamma outside (0, 1]; at 0 (kappa = 1) one step is best.
     """
-    rate = -math.log(_steps_gamma(gamma))
+    rate = -math.log(gamma)
     return math.log1p(rate / positive("alpha", alpha)) / rate if rate else 1 / alpha
 
 
@@ -81,18 +52,7 @@ def dynamic_steps(alpha: float, gamma: float) -> float:
     """T of the least `dynamic_bound`: 2 log_gamma(alpha / (alpha + (1 - sqrt gamma)^2)) (Eq. 27).
 
     Theorem 4.5 prints a larger T, which its own proof does not have.
-
-    Raises:
-      ValueError: as `uniform_steps`.
     """
-    rate = -math.log(_steps_gamma(gamma))
+    rate = -math.log(gamma)
     ratio = math.expm1(-rate / 2) ** 2 / positive("alpha", alpha)
     return 2 * math.log1p(ratio) / rate if rate else 0.0
-
-
-def _steps_gamma(gamma: float) -> float:
-    if gamma == 0:
-        raise ValueError("gamma=0 (kappa=1): one step of size 1/M ends at the optimum; use T=1.")
-    if not 0 < gamma <= 1:
-        raise ValueError(f"gamma={gamma} must be in (0, 1].")
-    return gamma

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import Cells, Descent, averaged_clip, clip_vectors
-from hf_dpzero.papers.regressions import LINEAR, LOGISTIC, Data
+from hf_dpzero.papers.averaged_clipping import (
+    LINEAR,
+    LOGISTIC,
+    Cells,
+    Data,
+    Descent,
+    averaged_clip,
+    clip_vectors,
+)
 from scripts.studies.averaged_clipping.heavy_tails import Yardstick, draw
 
 

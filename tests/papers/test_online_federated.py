@@ -8,25 +8,23 @@ import numpy as np
 import pytest
 
 from hf_dpzero.papers.online_federated import (
+    NOISES,
     Cells,
     Federation,
     Stream,
-    clipped,
-    learn,
-    local_message,
-    simulate,
-)
-from hf_dpzero.papers.online_federated_noise import (
-    NOISES,
     calibrated,
+    clipped,
     decoder,
     increments,
+    learn,
+    local_message,
     paper_column_bound,
     paper_deviation,
     paper_tree_norm,
+    simulate,
     true_epsilon,
 )
-from hf_dpzero.privacy.correlated_noise import factorization as f
+from hf_dpzero.privacy.correlated import factorization as f
 from scripts.studies.online_federated import logistic as logistic
 from scripts.studies.online_federated import network as network
 

@@ -37,6 +37,21 @@ BASE = MirrorDescentPlan(
 )
 
 
+VALUES = {"num_examples": 99, "lipschitz": 1.0, "step_size": 0.1}
+
+
+def by_levels(levels=(0, 2, 1), max_level=2, batch_factor=0.5, **changes):
+    """A plan of Algorithm 3."""
+    law = {"levels": levels, "max_level": max_level, "batch_factor": batch_factor}
+    return BiasReducedPlan(**{**VALUES, "dimensions": (2, 2), **law, **changes})
+
+
+def averaging(**changes):
+    """A plan of Algorithm 4."""
+    counts = {"steps": 9, "vertices": 5, "refresh": 2}
+    return AnytimePlan(**{**VALUES, "dimensions": (2, 1), **counts, **changes})
+
+
 class Fixed:
     """An oracle with random gradients times (1 + x_0) / 2, or with a function's."""
 
@@ -193,15 +208,7 @@ def test_algorithm_1_is_the_algorithm_written_out():
 
 
 def test_algorithm_3_is_the_algorithm_written_out():
-    plan = BiasReducedPlan(
-        num_examples=40,
-        dimensions=(3, 4),
-        lipschitz=1.0,
-        step_size=0.2,
-        levels=(0, 2, 1),
-        max_level=2,
-        batch_factor=0.3,
-    )
+    plan = by_levels(num_examples=40, dimensions=(3, 4), step_size=0.2, batch_factor=0.3)
     assert plan.batch_sizes == (4, 14, 7)
     oracle, noise = Fixed(40, (3, 4)), InsecureSeededNoise(4)
     found = solve(oracle, plan, noise)
@@ -229,15 +236,7 @@ def test_algorithm_3_is_the_algorithm_written_out():
 
 
 def test_algorithm_4_refreshes_and_averages_as_written():
-    plan = AnytimePlan(
-        num_examples=90,
-        dimensions=(3, 1),
-        lipschitz=1.0,
-        step_size=0.4,
-        steps=9,
-        vertices=5,
-        refresh=2,
-    )
+    plan = averaging(num_examples=90, dimensions=(3, 1), step_size=0.4)
     assert [plan.refreshes(t) for t in range(1, 10)] == [t in (1, 2, 4, 6, 8) for t in range(1, 10)]
     oracle, noise = Fixed(90, (3, 1)), InsecureSeededNoise(6)
     found = solve(oracle, plan, noise)
@@ -305,15 +304,7 @@ class Adversary(Fixed):
         MirrorDescentPlan(
             num_examples=20, steps=4, vertices=2, dimensions=(3, 2), lipschitz=2.0, step_size=0.5
         ),
-        BiasReducedPlan(
-            num_examples=20,
-            levels=(1, 0),
-            max_level=1,
-            batch_factor=0.3,
-            dimensions=(3, 2),
-            lipschitz=2.0,
-            step_size=0.5,
-        ),
+        by_levels((1, 0), 1, 0.3, num_examples=20, dimensions=(3, 2), lipschitz=2.0, step_size=0.5),
     ],
     ids=["1", "3"],
 )
@@ -341,15 +332,7 @@ def test_algorithm_3s_sensitivity_is_the_corrected_one():
     """(4 C_M + 2 / 2^N) tau alpha L0: above the paper's 4.5 at every level, at most 10."""
     for max_level in (0, 1, 5, 10):
         for level in {0, max_level}:
-            plan = BiasReducedPlan(
-                num_examples=2**12,
-                dimensions=(2, 2),
-                lipschitz=1.0,
-                step_size=1.0,
-                levels=(level,),
-                max_level=max_level,
-                batch_factor=0.5,
-            )
+            plan = by_levels((level,), max_level, num_examples=2**12, step_size=1.0)
             expected = (4 * level_factor(max_level) + 2 * 2.0**-level) * 0.5
             assert plan.increments[0] == pytest.approx(expected)
             assert 4.5 * 0.5 < plan.increments[0] <= 10 * 0.5
@@ -359,28 +342,10 @@ def test_vertices_after_a_batch_are_counted_for_both_players():
     assert BASE.vertices_after() == tuple(2 * 3 * later for later in range(6, -1, -1))
     one = dataclasses.replace(BASE, dimensions=(1, 4))
     assert one.vertices_after()[0] == 3 * 6
-    levels = BiasReducedPlan(
-        num_examples=99,
-        dimensions=(2, 2),
-        lipschitz=1.0,
-        step_size=0.1,
-        levels=(0, 2, 1),
-        max_level=2,
-        batch_factor=0.5,
-    )
-    assert levels.vertices_after() == (2 * (9 + 5), 2 * 5, 0)
-    anytime_plan = AnytimePlan(
-        num_examples=99,
-        dimensions=(2, 1),
-        lipschitz=1.0,
-        step_size=0.1,
-        steps=9,
-        vertices=5,
-        refresh=2,
-    )
+    assert by_levels().vertices_after() == (2 * (9 + 5), 2 * 5, 0)
     # refreshes at 1, 2, 4, 6, 8 and K for the output: Proposition F.1's statement leaves these out
     expected = [4 + 1, 3 + 1, 3 + 1, 2 + 1, 2 + 1, 1 + 1, 1 + 1, 0 + 1, 0]
-    assert anytime_plan.vertices_after() == tuple(5 * count for count in expected)
+    assert averaging().vertices_after() == tuple(5 * count for count in expected)
 
 
 def exact_epsilon(p, q, count, delta):
@@ -553,14 +518,8 @@ def test_what_neighbours_share_cancels_exactly():
 
 def test_a_solution_shows_vertices_and_nothing_of_the_iterates():
     found = solve(Fixed(30, (3, 4)), BASE)
-    assert {name for name in dir(found) if not name.startswith("_")} == {
-        "epsilon",
-        "noise",
-        "plan",
-        "private",
-        "x",
-        "y",
-    }
+    shown = {name for name in dir(found) if not name.startswith("_")}
+    assert shown == {"epsilon", "noise", "plan", "private", "x", "y"}
     assert found.private and found.epsilon(DELTA) == BASE.epsilon(DELTA)
     assert np.allclose(found.x * 7, np.round(found.x * 7))  # vertices only
     again = pickle.loads(pickle.dumps(found))
@@ -631,6 +590,3 @@ class SomePlan(saddle_point.Plan):
 
     def vertices_after(self):
         return (0,)
-
-
-"""Matrices with which uniform play has the gap .409, as in the figures that are checked."""

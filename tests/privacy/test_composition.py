@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from hf_dpzero.privacy.mechanisms import DPSGD, NonPrivateMean, ScalarMechanism
+from hf_dpzero.privacy.mechanisms import DPSGD, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import composed_epsilon, selection_epsilon
 from hf_dpzero.privacy.sampling import FixedSizeSampler, FullBatchSampler, PoissonSampler
 from hf_dpzero.privacy.sampling import TruncatedPoissonSampler as Truncated
-from hf_dpzero.privacy.trial_count import TrialCount
 
 DELTA = 1e-5
 SAMPLERS: dict[str, Any] = {
@@ -44,7 +42,7 @@ def after(new: PrivacyPlan, *earlier: tuple[PrivacyPlan, int]) -> PrivacyPlan:
     return dataclasses.replace(new, after=earlier)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", ["poisson", "full"])
 def test_two_halves_cost_what_one_run_costs(sampler: str) -> None:
     half, whole = plan(sampler, 25), plan(sampler, 50)
     for done in (25, 10):
@@ -117,7 +115,7 @@ def test_epsilon_grows_with_every_step_from_what_was_spent_before() -> None:
     assert spent[-1] > second.epsilon(DELTA)
 
 
-@pytest.mark.parametrize("sampler", ["poisson", "full", "fixed"])
+@pytest.mark.parametrize("sampler", ["poisson", "full"])
 def test_noise_is_calibrated_for_the_total(sampler: str) -> None:
     first = plan(sampler, 40, sigma=6.0)
     spent = first.epsilon(DELTA)
@@ -144,29 +142,6 @@ def test_a_chain_is_read_back_as_it_was() -> None:
     assert isinstance(chain.event(), dp.ComposedDpEvent) and len(chain.event().events) == 3
 
 
-def test_what_does_not_add_up_is_refused() -> None:
-    fewer = dataclasses.replace(
-        plan(), sampler=PoissonSampler(num_examples=1000, expected_batch_size=64.0)
-    )
-    mezo = dataclasses.replace(plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
-    laplace = plan("full", 3, sigma=9.0, distribution="laplace", relation="replace_one")
-    for first, steps, new, words in (
-        (plan(relation="replace_one"), 50, plan(), "neighboring_relation=add_or_remove_one"),
-        (fewer, 50, plan(), "number of examples=1024, and 1000"),
-        (plan(), 51, plan(), "at least one"),
-        (plan(), 0, plan(), "at least one"),
-        (mezo, 50, plan(), "must be private"),
-        (plan(), 50, mezo, "not private"),
-        (plan(accountant="rdp"), 50, plan(), "no common account"),
-        (laplace, 3, plan(relation="replace_one"), "no common account"),
-        (after(plan(), (plan(), 3)), 50, plan(), "listed beside"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            after(new, (first, steps))
-    with pytest.raises(ValueError, match="floating-point error"):
-        after(plan(), (plan(steps=100_000, sigma=9.0), 100_000)).epsilon(2e-11)
-
-
 def test_dense_releases_share_one_slack() -> None:
     mechanism = DPSGD(clip=1.0, noise_multiplier=2.0, expected_batch_size=64.0, dimension=10**8)
     first = PrivacyPlan(sampler=SAMPLERS["poisson"], mechanism=mechanism, steps=50)
@@ -182,11 +157,3 @@ def test_truncation_that_never_happens_costs_what_poisson_sampling_does() -> Non
     assert after(dataclasses.replace(new, sampler=capped), (first, 2)).epsilon(
         DELTA
     ) == pytest.approx(plain, rel=1e-3)
-
-
-def test_searches_do_not_account_for_runs_before() -> None:
-    chain = after(plan(steps=5), (plan(steps=9), 7))
-    with pytest.raises(ValueError, match="extends another"):
-        composed_epsilon([chain, plan()], DELTA)
-    with pytest.raises(ValueError, match="extends another"):
-        selection_epsilon(chain, TrialCount(mean=8.0, shape=1.0), DELTA)

@@ -184,6 +184,21 @@ def test_mechanism_is_deterministic_before_the_noise(mechanism):
         assert total(mechanism, rows) == pytest.approx(flipped, rel=0 if exact else 1e-12)
 
 
+@mechanisms
+def test_parts_of_a_batch_add_up_exactly(mechanism):
+    """Microbatches and processes: sums of integers, or of multiples of one grid."""
+    rows = random_rows(mechanism, 64)
+    if hasattr(mechanism, "count"):
+        norms = rows.double().norm(dim=1)
+        assert sum(mechanism.count(part)[0] for part in norms.split(7)) == mechanism.count(norms)[0]
+    if hasattr(mechanism, "clip_sum") and getattr(mechanism, "clipping", "") != "averaged":
+        more = (torch.eye(width(mechanism)),) if isinstance(mechanism, VectorMechanism) else ()
+        parts = [mechanism.clip_sum(part, *more) for part in rows.split(13)]
+        sums = [sum(column) for column in zip(*parts, strict=True)]
+        whole = list(mechanism.clip_sum(rows, *more))
+        assert sums == (whole if mechanism.private else pytest.approx(whole, rel=1e-12))
+
+
 @pytest.mark.false_alarm(1e-7)  # a draw of 0
 @mechanisms
 def test_mechanism_sums_an_empty_batch_to_zero_and_still_releases(mechanism):

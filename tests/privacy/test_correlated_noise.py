@@ -11,16 +11,16 @@ import pytest
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from scipy import stats
 
-from hf_dpzero.privacy.correlated_noise.correlation import KINDS, Correlation
-from hf_dpzero.privacy.correlated_noise.factorization import independent, toeplitz
-from hf_dpzero.privacy.correlated_noise.matrices import roundings
-from hf_dpzero.privacy.correlated_noise.participation import epoch_sensitivity
-from hf_dpzero.privacy.correlated_noise.plans import (
+from hf_dpzero.privacy.correlated.correlation import (
+    KINDS,
+    Correlation,
     gain_against_independent,
     run_deviation,
     step_deviation,
 )
-from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise, KeyedNoise, new_noise_key
+from hf_dpzero.privacy.correlated.factorization import epoch_sensitivity, independent, toeplitz
+from hf_dpzero.privacy.correlated.matrices import roundings
+from hf_dpzero.privacy.correlated.stream import CorrelatedNoise, KeyedNoise, new_noise_key
 from hf_dpzero.privacy.discretization import (
     DENSE_DELTA,
     DENSE_LOG_RATIO,
@@ -31,17 +31,13 @@ from hf_dpzero.privacy.discretization import (
 )
 from hf_dpzero.privacy.mechanisms import (
     DPSGD,
-    AdaptiveDPSGD,
     DPAdamW,
-    PlainSGD,
     ScalarMechanism,
-    VectorMechanism,
 )
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import composed_epsilon
-from hf_dpzero.privacy.sampling import FixedBatchesSampler, FullBatchSampler, PoissonSampler
-from hf_dpzero.privacy.schedules import noise_schedule_from_dict
+from hf_dpzero.privacy.sampling import FixedBatchesSampler, PoissonSampler
+from hf_dpzero.privacy.selection import composed_epsilon
 
 KEY = bytes(range(32))
 SETTINGS = {kind: {"bands": 4} if kind == "banded" else {} for kind in KINDS}
@@ -132,11 +128,6 @@ def test_a_resumed_run_keeps_its_draws_and_adds_its_own():
     assert np.allclose((apart**2).mean(axis=1), 2 * (inverse[5:, 5:] ** 2).sum(axis=1), rtol=0.2)
 
 
-def test_parts_have_draws_of_their_own():
-    noise = CorrelatedNoise(KeyedNoise(((0, KEY),)), toeplitz(3), 1.0, 100)
-    assert not np.array_equal(noise.normals(50, 0, 0), noise.normals(50, 0, 1))
-
-
 @pytest.mark.false_alarm(2e-7)  # 1e-7, and a correlation of 6 deviations
 def test_keyed_draws_are_normal():
     draws = KeyedNoise(((0, new_noise_key()),)).normals(200_000, 3, 1)
@@ -150,30 +141,6 @@ def test_the_key_is_not_shown():
     assert KEY.hex() not in repr(KeyedNoise(((0, KEY),))) and str(KEY) not in repr(
         KeyedNoise(((0, KEY),))
     )
-
-
-@pytest.mark.parametrize(
-    "keys", [(), ((1, KEY),), ((0, b"short"),), ((0, KEY), (9, KEY), (4, KEY))]
-)
-def test_keys_that_are_refused(keys):
-    with pytest.raises(ValueError, match="the first from step 0"):
-        KeyedNoise(keys)
-
-
-def test_toeplitz_noise_accumulates_to_a_tenth():
-    """Mean over r of |sum of the noise of steps 0..r|^2 at the same epsilon, in what is released."""
-    accumulated = {}
-    for kind in ("independent", "toeplitz"):
-        plan = plan_of(kind, n=2560, batch=10, steps=256)
-        sensitivity = plan.correlation.sensitivity(256, 256)
-        factorization = plan.correlation.factorization(256)
-        noise = CorrelatedNoise(KeyedNoise(((0, KEY),)), factorization, sensitivity, 500)
-        released = [plan.mechanism.release_part(np.zeros(500), noise, t, 0) for t in range(256)]
-        accumulated[kind] = float((np.cumsum(released, axis=0) ** 2).mean())
-    assert accumulated["toeplitz"] <= accumulated["independent"] / 10
-    expected = toeplitz(256).prefix_error / independent(256).prefix_error
-    found = accumulated["toeplitz"] / accumulated["independent"]
-    assert found == pytest.approx(expected, rel=0.15)
 
 
 # ---------------------------------------------------------------- what it costs
@@ -247,67 +214,7 @@ def test_a_run_that_extends_another_is_a_new_block():
     assert poisson.epsilon(1e-5) > first.epsilon(1e-5)
 
 
-def test_independent_noise_on_fixed_batches_is_one_gaussian_an_epoch():
-    """Noise multiplier z of a step: sigma S = z with S = root of the epochs."""
-    assert plan_of("independent").correlation.sensitivity(18, 6) == pytest.approx(math.sqrt(3))
-
-
-def test_one_step():
-    for kind in KINDS:
-        plan = plan_of(kind, n=10, batch=10, steps=1)
-        assert plan.correlation.sensitivity(1, 1) == pytest.approx(1.0)
-        assert plan.epsilon(1e-5) == pytest.approx(
-            float(get_epsilon_gaussian(1.25, 1e-5 * DENSE_DELTA)), abs=1e-4
-        )
-        assert np.isfinite(stream(kind, 1, 4)).all()
-
-
 MECHANISM = {"clip": 0.5, "noise_multiplier": 1.25, "expected_batch_size": 10}
-REFUSED = {
-    "poisson": (
-        {"sampler": PoissonSampler(num_examples=60, expected_batch_size=10)},
-        "Use sampling='fixed_batches'",
-    ),
-    "full batch": (
-        {
-            "sampler": FullBatchSampler(num_examples=60, expected_batch_size=60),
-            "mechanism": DPSGD(clip=1.0, noise_multiplier=1.0, expected_batch_size=60),
-        },
-        "Use sampling='fixed_batches'",
-    ),
-    "adaptive": (
-        {"mechanism": AdaptiveDPSGD(**MECHANISM, clip_count_noise=2.0)},
-        "clipping='fixed'",
-    ),
-    "averaged": (
-        {"mechanism": DPAdamW(**MECHANISM, clipping="averaged", clip_groups=2)},
-        "clipping='fixed'",
-    ),
-    "vectors along directions": ({"mechanism": VectorMechanism(**MECHANISM)}, "use one of dp-sgd"),
-    "fresh directions": ({"mechanism": ScalarMechanism(**MECHANISM)}, "directions"),
-    "no noise": ({"mechanism": PlainSGD(expected_batch_size=10)}, "nothing to correlate"),
-    "schedule": (
-        {"noise_schedule": noise_schedule_from_dict({"name": "exp", "gamma": 0.5})},
-        "Leave it out",
-    ),
-    "lemma": (
-        {"accountant": "advanced_composition", "relation": "replace_one"},
-        "use accountant='pld'",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_has_no_account_is_refused(what):
-    changed, message = REFUSED[what]
-    settings = {
-        "sampler": FixedBatchesSampler(num_examples=60, expected_batch_size=10),
-        "mechanism": DPSGD(**MECHANISM),
-        "steps": 18,
-        "correlation": correlation("toeplitz"),
-    }
-    with pytest.raises(ValueError, match=message):
-        PrivacyPlan(**{**settings, **changed})
 
 
 @pytest.mark.parametrize("steps", [1, 6, 7, 18])
@@ -337,39 +244,6 @@ def test_runs_on_fixed_batches_are_not_taken_for_one_longer_run():
         )
         exact = float(get_epsilon_gaussian(1.25 / math.sqrt(2), 1e-5 * DENSE_DELTA))
         assert composed_epsilon([plan, plan], 1e-5) >= exact
-
-
-def test_a_noise_schedule_on_fixed_batches_is_refused():
-    with pytest.raises(ValueError, match="sampling='poisson'"):
-        PrivacyPlan(
-            sampler=FixedBatchesSampler(num_examples=60, expected_batch_size=10),
-            mechanism=DPSGD(**MECHANISM),
-            steps=18,
-            noise_schedule=noise_schedule_from_dict({"name": "exp", "gamma": 0.5}),
-        )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"kind": "other"},
-        {"kind": "banded"},
-        {"kind": "tree", "bands": 3},
-        {"kind": "tree", "restart": -1},
-    ],
-)
-def test_correlations_that_are_refused(settings):
-    with pytest.raises(ValueError, match="noise_correlation|noise_bands|restart"):
-        Correlation(**settings)
-
-
-def test_discrete_noise_is_not_correlated():
-    for noise in (
-        KeyedNoise(((0, KEY),)),
-        CorrelatedNoise(KeyedNoise(((0, KEY),)), toeplitz(2), 1.0, 1),
-    ):
-        with pytest.raises(ValueError, match="no integers"):
-            noise.gaussian(8.0, 1, 0)
 
 
 # ---------------------------------------------------------------- rounding
@@ -439,8 +313,8 @@ def test_the_slack_of_correlated_vectors():
     assert correlated_draws(1, 1, 300.0) > 200 * correlated_draws(1, 1, 12.0)  # few draws: no mean
 
 
-@pytest.mark.parametrize("bands", [1, 32, 128, 10_000])
-@pytest.mark.parametrize("dimension", [10**5, 2**27, 2**31])
+@pytest.mark.parametrize("bands", [32, 10_000])
+@pytest.mark.parametrize("dimension", [10**5, 2**31])
 def test_models_of_billions_of_coordinates_over_ten_thousand_steps_are_accepted(bands, dimension):
     plan = PrivacyPlan(
         sampler=FixedBatchesSampler(num_examples=10**6, expected_batch_size=100),

@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpzero.privacy.correlated_noise import factorization as factorizations
-from hf_dpzero.privacy.correlated_noise.participation import epoch_sensitivity
-from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise
+from hf_dpzero.privacy.correlated import factorization as factorizations
+from hf_dpzero.privacy.correlated.factorization import epoch_sensitivity
+from hf_dpzero.privacy.correlated.stream import CorrelatedNoise
 from hf_dpzero.privacy.mechanisms import (
     DPSGD,
     AveragedScalarMechanism,
     ScalarMechanism,
     VectorMechanism,
 )
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveScalarMechanism
+from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.schedules import factors_from_dict, noise_schedule_from_dict
 

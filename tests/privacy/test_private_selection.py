@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections import Counter
 from decimal import Decimal
@@ -14,21 +15,22 @@ from scipy import stats
 
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.private_selection import (
+from hf_dpzero.privacy.sampling import (
+    FullBatchSampler,
+    PoissonSampler,
+)
+from hf_dpzero.privacy.schedules import Given
+from hf_dpzero.privacy.selection import (
+    TrialCount,
     calibrate_composed,
     calibrate_selection,
     composed_epsilon,
+    composition_entry,
     selection_epsilon,
     selection_event,
+    total_epsilon,
     with_noise,
 )
-from hf_dpzero.privacy.sampling import (
-    FixedSizeSampler,
-    FullBatchSampler,
-    PoissonSampler,
-    TruncatedPoissonSampler,
-)
-from hf_dpzero.privacy.trial_count import TrialCount
 
 DELTA = 1e-5
 
@@ -115,20 +117,6 @@ def test_draws_follow_the_law(mean: float, shape: float) -> None:
 def test_draws_differ_from_each_other() -> None:
     law = TrialCount(mean=1000.0)
     assert len({law.draw() for _ in range(20)}) > 10
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"mean": 0.5}, "mean_trials=0.5"),
-        ({"mean": 1e6}, "mean_trials=1000000"),
-        ({"mean": 2.0, "shape": -1.0}, "shape=-1.0 must be at least 0"),
-        ({"mean": 2.0, "shape": 500.0}, "use 'poisson'"),
-    ],
-)
-def test_impossible_laws_are_refused(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrialCount(**values)
 
 
 # ------------------------------------------------------------------ the theorems, by hand
@@ -232,16 +220,9 @@ def test_full_batch_replace_one_is_twice_the_sensitivity(distribution: str) -> N
     ("plan", "shape"),
     [
         (make_plan(), math.inf),
-        (
-            make_plan(
-                sampler=FixedSizeSampler(num_examples=1024, expected_batch_size=64.0),
-                relation="replace_one",
-            ),
-            1.0,
-        ),
         (full_batch_plan(relation="replace_special"), 0.5),
     ],
-    ids=["poisson", "fixed", "full"],
+    ids=["poisson", "full"],
 )
 def test_calibration_meets_the_total(plan: PrivacyPlan, shape: float) -> None:
     trials = TrialCount(mean=8.0, shape=shape)
@@ -280,45 +261,14 @@ def test_num_directions_may_differ_within_one_event() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (
-            make_plan(relation="replace_one"),
-            "does not support poisson sampling under neighboring_relation",
-        ),
-        (
-            make_plan(
-                sampler=TruncatedPoissonSampler(
-                    num_examples=1024, expected_batch_size=64.0, max_batch_size=128
-                )
-            ),
-            "does not support truncated_poisson",
-        ),
-        (make_plan(distribution="laplace"), "does not support poisson sampling of Laplace"),
-    ],
-)
-def test_combinations_without_rdp_are_refused(plan: PrivacyPlan, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        selection_epsilon(plan, TrialCount(mean=4.0), DELTA)
-
-
-def test_compositions_that_no_accountant_knows_are_refused() -> None:
-    laplace = make_plan(distribution="laplace")
-    with pytest.raises(ValueError, match="no one accountant composes"):
-        composed_epsilon([make_plan(), laplace], DELTA)
-    with pytest.raises(ValueError, match="one guarantee has one relation"):
-        composed_epsilon([make_plan(), make_plan(relation="replace_one")], DELTA)
-    with pytest.raises(ValueError, match="grid is empty"):
-        composed_epsilon([], DELTA)
-
-
 def test_without_noise_nothing_is_bounded() -> None:
     mezo = dataclasses.replace(make_plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
     assert math.isinf(selection_epsilon(mezo, TrialCount(mean=2.0), DELTA))
     assert math.isinf(composed_epsilon([mezo], DELTA))
 
 
-def test_a_pure_epsilon_is_refused() -> None:
-    with pytest.raises(ValueError, match="private selection has no pure epsilon"):
-        selection_epsilon(full_batch_plan(distribution="laplace"), TrialCount(mean=2.0), 0.0)
+def test_a_composition_with_given_levels_is_read_back_from_a_file() -> None:
+    """JSON has lists where the schedule has tuples: the run's own plan is found among those listed."""
+    plan = make_plan(steps=3, noise_schedule=Given(levels=(2.0, 1.0, 1.0)))
+    entry = json.loads(json.dumps(composition_entry([plan, plan], ["clip"])))
+    assert total_epsilon(plan, entry, DELTA) == composed_epsilon([plan, plan], DELTA)

@@ -24,7 +24,7 @@ from hf_dpzero.privacy.mechanisms import (
     DPAdamW,
     ScalarMechanism,
     VectorMechanism,
-    adaptive_clipping,
+    adaptive,
 )
 from hf_dpzero.privacy.mechanisms.base import NoisedSum
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, FullBatchSampler
@@ -220,9 +220,9 @@ def bits(self, norms: np.ndarray, finite: np.ndarray) -> int:
 
 
 def test_the_search_finds_more_where_the_count_leaves_no_room_or_counts_bits(monkeypatch):
-    monkeypatch.setattr(adaptive_clipping, "COUNT_DISPLACEMENT", 0.0)
+    monkeypatch.setattr(adaptive, "COUNT_DISPLACEMENT", 0.0)
     assert largest_joint() > 1.005
-    monkeypatch.setattr(adaptive_clipping.AdaptiveClipping, "_count_of", bits)
+    monkeypatch.setattr(adaptive.AdaptiveClipping, "_count_of", bits)
     assert largest_joint() > 1.9  # the count alone moves by 3/2, of 1/2
 
 

@@ -15,12 +15,10 @@ from scipy import stats
 from hf_dpzero.privacy.sampling import (
     FixedBatchesSampler,
     FixedSizeSampler,
-    FullBatchSampler,
     PoissonSampler,
     TruncatedPoissonSampler,
     inclusion_threshold,
     new_sampler_key,
-    sampler_from_dict,
 )
 
 KEY = bytes(range(32))
@@ -131,12 +129,6 @@ def test_truncation_keeps_a_uniform_subset_of_the_poisson_sample():
         assert stats.chisquare(list(seen.values())).pvalue > FALSE_ALARM
 
 
-def test_full_batch_is_everybody():
-    sampler = FullBatchSampler(num_examples=5, expected_batch_size=5)
-    assert sampler.batch(9, KEY).tolist() == [0, 1, 2, 3, 4]
-    assert sampler.sampling_probability == 1.0
-
-
 def test_domains_keys_and_steps_give_unrelated_streams():
     poisson = PoissonSampler(num_examples=400, expected_batch_size=200)
     fixed = FixedSizeSampler(num_examples=400, expected_batch_size=200)
@@ -151,41 +143,6 @@ def test_domains_keys_and_steps_give_unrelated_streams():
         overlap = len(set(a.tolist()) & set(b.tolist()))
         assert abs(overlap - 100) < 70
     assert new_sampler_key() != new_sampler_key()
-
-
-REFUSED = [
-    (PoissonSampler, {"expected_batch_size": 11}, "larger than num_examples=10"),
-    (PoissonSampler, {"expected_batch_size": 0}, "expected_batch_size=0.0 must be finite"),
-    (PoissonSampler, {"expected_batch_size": math.nan}, "expected_batch_size=nan"),
-    (PoissonSampler, {"num_examples": 0}, "num_examples=0 must be an integer of at least 1"),
-    (PoissonSampler, {"num_examples": 10.0}, r"num_examples=10\.0 must be an integer"),
-    (FixedSizeSampler, {"expected_batch_size": 2.5}, "not a whole number"),
-    (FullBatchSampler, {}, "set them equal, or use PoissonSampler"),
-    (
-        TruncatedPoissonSampler,
-        {"max_batch_size": 4},
-        "below expected_batch_size=5.0; raise the cap",
-    ),
-    (TruncatedPoissonSampler, {"max_batch_size": 6.5}, "max_batch_size=6.5 must be an integer"),
-]
-
-
-@pytest.mark.parametrize(("cls", "change", "message"), REFUSED)
-def test_bad_settings_are_refused(cls, change, message):
-    with pytest.raises(ValueError, match=message):
-        cls(**{"num_examples": 10, "expected_batch_size": 5, **change})
-
-
-def test_bad_addresses_and_names_are_refused():
-    sampler = PoissonSampler(num_examples=10, expected_batch_size=5)
-    with pytest.raises(ValueError, match="sampler key of 5 bytes given; use the 32"):
-        sampler.batch(0, b"short")
-    with pytest.raises(ValueError, match="step=-1 is outside"):
-        sampler.batch(-1, KEY)
-    with pytest.raises(ValueError, match="sampler name 'shuffle' is unknown"):
-        sampler_from_dict({"name": "shuffle"})
-    with pytest.raises(ValueError, match=r"has no fields \['cap'\]"):
-        sampler_from_dict({**sampler.to_dict(), "cap": 3})
 
 
 def test_fixed_batches_visit_each_row_once_an_epoch_in_the_same_place():

@@ -218,25 +218,3 @@ def test_hidden_scores_have_no_public_attribute_no_numbers_in_text_and_no_copies
 
 
 # --- refusals
-
-
-def test_impossible_draws_are_refused():
-    made = hidden([0.0, 0.0])
-    for make, message in (
-        (lambda: VertexDraw(sensitivity=-1.0), "sensitivity=-1.0"),
-        (lambda: VertexDraw(sensitivity=math.inf), "clip"),
-        (lambda: HiddenScores(0, 0.1, 1.0), "dimension=0"),
-        (lambda: HiddenScores(2, 0.0, 1.0), "sensitivity=0.0"),
-        (lambda: HiddenScores(2, 1e-9, 100.0), "fewer steps"),
-        (lambda: made.add_(np.zeros(3)), "2 vertices"),
-        (lambda: made.add_(np.array([0.0, math.nan])), "not finite"),
-        (lambda: SecureNoise().vertices(np.array([0.0, math.nan]), 1, 0, 0), "finite"),
-        (lambda: SecureNoise().vertices(np.array([]), 1, 0, 0), "at least one"),
-        (lambda: made.draw(-1, SecureNoise(), 0), "size=-1"),
-        (lambda: total_rho([(VertexDraw(sensitivity=0.1), -1)]), "count=-1"),
-        (lambda: zcdp_epsilon(-1.0, 0.1), "rho=-1.0"),
-        (lambda: zcdp_rho(1.0, 0.0), "delta=0.0"),
-        (lambda: zcdp_rho(0.0, 0.1), "epsilon=0.0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()

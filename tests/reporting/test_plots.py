@@ -12,8 +12,8 @@ import pytest
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import sampler_from_dict
-from hf_dpzero.privacy.schedule_gain import schedule_curves
 from hf_dpzero.privacy.schedules import factors_from_dict, noise_schedule_from_dict
+from hf_dpzero.privacy.words import schedule_curves
 from hf_dpzero.reporting.model_card import new_figure, optional_plot, plot_run
 from hf_dpzero.reporting.plan_facts import plan_facts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_dpzero.privacy.correlated_noise.factorization import Restarted, independent, toeplitz
+from hf_dpzero.privacy.correlated.factorization import Restarted, independent, toeplitz
 from scripts.benchmarks.correlated_noise import accumulated, direction_energies, step_times
 
 

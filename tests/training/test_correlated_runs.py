@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.privacy.correlated_noise.factorization import banded, toeplitz
-from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise
+from hf_dpzero.privacy.correlated.factorization import banded, toeplitz
+from hf_dpzero.privacy.correlated.stream import CorrelatedNoise
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.verification import agreeing

@@ -13,7 +13,7 @@ import torch
 from tiny_runs import build, tiny_model
 from transformers import TrainerCallback
 
-from hf_dpzero.privacy.correlated_noise.stream import KeyedNoise
+from hf_dpzero.privacy.correlated.stream import KeyedNoise
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.run_folder import keys as noise_keys
 

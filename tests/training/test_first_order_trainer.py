@@ -17,7 +17,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import MechanismSchedule
+from hf_dpzero.privacy.mechanisms.adaptive import MechanismSchedule
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 
 FIRST = {"learning_rate": 0.1, "lr_scheduler_type": "constant"}

@@ -18,8 +18,8 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import evaluation_mode
-from hf_dpzero.privacy.group_losses import group_warning
 from hf_dpzero.privacy.noise import SecureNoise
+from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.reporting.hub import write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.verification import bound_to

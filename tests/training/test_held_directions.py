@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from hf_dpzero.ledger.replay import directions_of, replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.privacy.correlated_noise.factorization import toeplitz
+from hf_dpzero.privacy.correlated.factorization import toeplitz
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 

@@ -14,9 +14,8 @@ from transformers import TrainerCallback
 from hf_dpzero.checks.public_rows import judge_differences
 from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.objectives.losses import classification_losses, token_losses
-from hf_dpzero.privacy.correlated_noise.correlation import Correlation
-from hf_dpzero.privacy.correlated_noise.plans import sensitivity
-from hf_dpzero.privacy.correlated_noise.stream import CorrelatedNoise
+from hf_dpzero.privacy.correlated.correlation import Correlation, sensitivity
+from hf_dpzero.privacy.correlated.stream import CorrelatedNoise
 from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan

@@ -58,17 +58,18 @@ that of E passes over fixed batches. That is why they are refused there.
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from hf_dpzero.privacy.described import Described
 from hf_dpzero.privacy.discretization import GRID_BITS, GRID_RADIUS, float32s
-from hf_dpzero.privacy.group_losses.names import places
 from hf_dpzero.privacy.mechanisms.base import (
     DISPLACEMENT,
     MAX_NOISE_MULTIPLIER,
@@ -79,6 +80,7 @@ from hf_dpzero.privacy.mechanisms.base import (
 if TYPE_CHECKING:
     from hf_dpzero.privacy.events import StepSpec
     from hf_dpzero.privacy.noise import NoiseSource
+    from hf_dpzero.privacy.plan import PrivacyPlan
     from hf_dpzero.privacy.sampling import Sampler
 
 GROUP_STREAM = 1 << 61
@@ -88,12 +90,55 @@ SMALLEST_SHARE = 1e-6
 LARGEST_BOUND = 1e6
 
 
+def places(values: Sequence[object], names: Sequence[str]) -> np.ndarray:
+    """Finds which of the names each value stands for, int64 [n] in 0..m-1; -1 for none of them.
+
+    Texts are compared as they are, other values as texts: 3 is "3", and 3.0 is "3.0" or else "3", since
+    a column of integers with gaps is often read as floats. True is "True", or else "true"; None is
+    "None".
+
+    Args:
+      values: of rows; numbers and truth values may be those of NumPy or torch.
+      names: of groups, each one once.
+
+    >>> places(["1", 0, 1.0, True, None], ("0", "1", "true")).tolist()
+    [1, 0, 1, 2, -1]
+    """
+    known = {name: i for i, name in enumerate(names)}
+
+    def place(value: object) -> int:
+        plain = value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore
+        spellings = [str(plain)]  # the likeliest first
+        if isinstance(plain, bool):
+            spellings.append(str(plain).lower())
+        elif isinstance(plain, float) and plain.is_integer():
+            spellings.append(str(int(plain)))
+        return next((known[word] for word in spellings if word in known), -1)
+
+    return np.fromiter(map(place, values), dtype=np.int64, count=len(values))
+
+
+def metric_keys(names: Sequence[str]) -> list[str]:
+    """Makes names of metrics of groups' names: letters, digits and underscores, each one once.
+
+    Names that would be the same get their place in `names`, from 1.
+
+    >>> metric_keys(["United Kingdom", "<18", ">18"])
+    ['United_Kingdom', '_18_2', '_18_3']
+    """
+    keys = [re.sub(r"\W+", "_", name) for name in names]
+    often = Counter(keys)
+    numbered = [f"{key}_{i}" if often[key] > 1 else key for i, key in enumerate(keys, 1)]
+    if len({*numbered}) == len(names):
+        return numbered
+    return [f"{key}_{i}" for i, key in enumerate(keys, 1)]
+
+
 @dataclass(frozen=True, kw_only=True)
-class GroupLosses(ABC):
+class GroupLosses(Described, ABC):
     """Base: the public facts about groups, an example's contribution, and weights that follow.
 
     Attributes:
-      name: the key in `GROUP_LOSSES`, and the value of `group_weights`.
       names: of the groups, public, in the order of the coordinates.
       shares: pi, public, each at least 1e-6; they add up to 1.
       loss_bound: b > 0: losses are clipped to [0, b] before they count.
@@ -111,7 +156,6 @@ class GroupLosses(ABC):
     loss_bound: float = 2.0
     rate: float | None = None
 
-    name: ClassVar[str]
     joint: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -129,14 +173,12 @@ class GroupLosses(ABC):
             if not SMALLEST_SHARE <= share <= 1:  # NaN fails every comparison
                 raise ValueError(
                     f"group {name!r} has the share {share:g}, and shares divide: give each group at "
-                    "least "
-                    f"{SMALLEST_SHARE:g}, or leave out a group that no row may have."
+                    f"least {SMALLEST_SHARE:g}, or leave out a group that no row may have."
                 )
         if abs(math.fsum(self.shares) - 1) > 1e-6:
             raise ValueError(
                 f"the groups' shares add up to {math.fsum(self.shares):.6g}, not 1: they are the "
-                "share of "
-                "each group in the population that the rows come from."
+                "share of each group in the population that the rows come from."
             )
         self._check_number("loss_bound", self.loss_bound, LARGEST_BOUND)
         if self.rate is not None:
@@ -149,21 +191,21 @@ class GroupLosses(ABC):
 
     @property
     def num_groups(self) -> int:
-        """m."""
+        """Returns the number of groups, m."""
         return len(self.names)
 
     @property
     def num_values(self) -> int:
-        """m: one number for each group."""
+        """Returns m: one number for each group."""
         return self.num_groups
 
     @property
     def kept(self) -> float:
-        """Multiplier of the step's one Gaussian over the weights' part's; 1 where it is not joint."""
+        """Returns the multiplier of the step's one Gaussian over the weights' part's; 1 if not joint."""
         return 1.0
 
-    def index_of(self, names: Sequence[Any]) -> np.ndarray:
-        """Rows' groups as numbers 0..m-1, int64 [n]; see `places`.
+    def index_of(self, names: Sequence[object]) -> np.ndarray:
+        """Returns rows' groups as numbers 0..m-1, int64 [n]; see `places`.
 
         Args:
           names: of each row's group.
@@ -183,7 +225,7 @@ class GroupLosses(ABC):
         return found
 
     def contributions(self, losses: np.ndarray, groups: Sequence[int] | np.ndarray) -> np.ndarray:
-        """What each example adds to its group's coordinate, v in units of 2^-30: int64 [B].
+        """Returns what each example adds to its group's coordinate, v in units of 2^-30: int64 [B].
 
         Guarantee: at most 2^30 / (1 + 2^-8), so that a displaced row fits into the sensitivity of 1.
 
@@ -203,7 +245,7 @@ class GroupLosses(ABC):
         return np.where(finite, np.trunc(scaled), 0).astype(np.int64)
 
     def total(self, losses: np.ndarray, groups: Sequence[int] | np.ndarray) -> list[int]:
-        """sum v of each group, in units of 2^-30: m integers. A group without an example has 0.
+        """Sums v over each group, in units of 2^-30: m integers. A group without an example has 0.
 
         Guarantee: one example more or less moves the entries by at most 2^30 in L1 norm, the move of a
         displaced row included (`batches.placement`); exact over processes.
@@ -218,33 +260,26 @@ class GroupLosses(ABC):
         return [int(values[of == i].sum()) for i in range(self.num_groups)]
 
     def scales(self, batch_size: float) -> np.ndarray:
-        """Loss units of a contribution of 1: b / (2 B pi_i), float64 [m].
-
-        Args:
-          batch_size: B, the public expected one.
-        """
+        """Returns loss units of a contribution of 1: b / (2 B pi_i), float64 [m]; B is public."""
         return self.loss_bound / (2 * batch_size * np.asarray(self.shares))
 
     def default_rate(self, steps: int) -> float:
-        """sqrt(2 log m / T) / b: what T multiplicative updates with gains in [0, b] are best with."""
+        """Returns sqrt(2 log m / T) / b, best for T multiplicative updates with gains in [0, b]."""
         return math.sqrt(2 * math.log(max(self.num_groups, 2)) / steps) / self.loss_bound
 
     def softmax(self, sums: np.ndarray, batch_size: float, steps: int) -> np.ndarray:
-        """y after the contributions `sums`, float64 [m] in units of 1: adds up to 1."""
+        """Returns y after the contributions `sums`, float64 [m] in units of 1: adds up to 1."""
         rate = self.default_rate(steps) if self.rate is None else self.rate
         exponents = rate * (1 + DISPLACEMENT) * self.scales(batch_size) * sums
         odds = np.exp(exponents - exponents.max())
         return odds / odds.sum()
 
     def example_weights(self, y: np.ndarray) -> np.ndarray:
-        """y_i / pi_i of each group, float64 [m]: what an example of it counts with."""
+        """Returns y_i / pi_i, float64 [m]: what an example of each group counts with."""
         return np.asarray(y) / np.asarray(self.shares)
 
-    def check(self, plan: Any) -> None:
-        """Refuses what has no account together with the release, or no example to weigh.
-
-        Args:
-          plan: the `PrivacyPlan` that holds this.
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuses what has no account in `plan` together with the release, or no example to weigh.
 
         Raises:
           ValueError: says what to use instead.
@@ -278,7 +313,7 @@ class GroupLosses(ABC):
     def parts(
         self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int
     ) -> tuple[tuple[StepSpec, int], ...]:
-        """What the release costs beside the steps' own Gaussians, as the accounting sees it.
+        """Returns what the release costs beside the steps' own Gaussians, as the accounting sees it.
 
         Args:
           spec: of one step of the run.
@@ -293,30 +328,16 @@ class GroupLosses(ABC):
         return ()
 
     @abstractmethod
-    def player(self, plan: Any) -> GroupPlayer:
-        """What keeps the state of a run and makes its releases; `plan` is the `PrivacyPlan`."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fields and name, JSON-safe; `group_losses_from_dict` reads it back."""
-        fields = dataclasses.asdict(self)
-        return {
-            "name": self.name,
-            **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()},
-        }
+    def player(self, plan: PrivacyPlan) -> GroupPlayer:
+        """Makes what keeps the state of a run of `plan` and makes its releases."""
 
 
 class GroupPlayer(ABC):
-    """The y-player of a run.
-
-    Attributes:
-      losses: the public facts.
-    """
-
-    losses: GroupLosses
+    """The y-player of a run."""
 
     @abstractmethod
     def begin(self, new: Sequence[Sequence[float]], noise: NoiseSource) -> np.ndarray:
-        """y of the next step, float64 [m]; called once a step, on rank 0.
+        """Returns y of the next step, float64 [m]; called once a step, on rank 0.
 
         Args:
           new: what the ledger got since the last call: one entry, or of a run that resumes all of them.
@@ -327,7 +348,7 @@ class GroupPlayer(ABC):
     def end(
         self, total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
     ) -> tuple[float, ...]:
-        """What the step writes to the ledger, each a float32 number; called once a step, on rank 0.
+        """Returns what the step writes to the ledger, float32 numbers; called once a step, on rank 0.
 
         Args:
           total: of `GroupLosses.total`, over all processes.
@@ -352,18 +373,17 @@ class BudgetedGroups(GroupLosses):
         if not 1e-6 <= self.budget <= 1 - 1e-6:
             raise ValueError(
                 f"budget={self.budget!r} of the groups must be in (0, 1): the share of the privacy "
-                "budget "
-                "that their losses cost, e.g. 0.1."
+                "budget that their losses cost, e.g. 0.1."
             )
 
     @property
     def odds(self) -> float:
-        """s / (1 - s): precision of the groups' part over that of the weights' part."""
+        """Returns s / (1 - s): precision of the groups' part over that of the weights' part."""
         return self.budget / (1 - self.budget)
 
 
 def check_multiplier(multiplier: float) -> float:
-    """A noise multiplier of the groups' part that the accounting of discrete noise covers.
+    """Returns a noise multiplier of the groups' part that the accounting of discrete noise covers.
 
     Raises:
       ValueError: out of [2^-10, 2^25].
@@ -371,8 +391,7 @@ def check_multiplier(multiplier: float) -> float:
     if not MIN_NOISE_MULTIPLIER <= multiplier <= MAX_NOISE_MULTIPLIER:
         raise ValueError(
             f"the groups' noise multiplier {multiplier:g} is outside [2^-10, 2^25], where discrete "
-            "noise is "
-            "accounted as Gaussian: choose group_budget nearer to 0.5, or another noise."
+            "noise is accounted as Gaussian: choose group_budget nearer to 0.5, or another noise."
         )
     return multiplier
 
@@ -380,7 +399,7 @@ def check_multiplier(multiplier: float) -> float:
 def noised(
     total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
 ) -> tuple[float, ...]:
-    """The totals with discrete Gaussian noise of deviation `multiplier`, in units of 1; float32.
+    """Returns the totals with discrete Gaussian noise of deviation `multiplier`, in units of 1; float32.
 
     Args:
       total: integers in units of 2^-30.
@@ -396,16 +415,16 @@ def noised(
 
 
 def passes(sampler: Sampler, count: int) -> int:
-    """E: in how many of the first `count` steps an example may be; fixed batches or a full one."""
+    """Returns E: in how many of the first `count` steps an example may be."""
     return math.ceil(count / period(sampler))
 
 
 def period(sampler: Sampler) -> int:
-    """P: steps from one that an example is in to the next; 1 for a full batch."""
+    """Returns P: steps from one that an example is in to the next; 1 for a full batch."""
     return int(getattr(sampler, "batches", 1))
 
 
-def check_participations(groups: GroupLosses, plan: Any) -> None:
+def check_participations(groups: GroupLosses, plan: PrivacyPlan) -> None:
     """Refuses batches that an example may be in at any step, where releases build on all steps before.
 
     Raises:
@@ -414,17 +433,15 @@ def check_participations(groups: GroupLosses, plan: Any) -> None:
     how = f"group_weights={groups.name!r}"
     if plan.sampler.name not in ("fixed_batches", "full_batch"):
         raise ValueError(
-            f"{how} with sampling={plan.sampler.name!r}: an example's loss stays in all later "
-            "releases of "
-            "the groups, so they are not amplified by sampling, and an example that may be in any batch "
-            "may move all of them. Use sampling='fixed_batches', or group_weights='per_step', which is "
-            "amplified."
+            f"{how} with sampling={plan.sampler.name!r}: an example's loss stays in all later releases "
+            "of the groups, so they are not amplified by sampling, and an example that may be in any "
+            "batch may move all of them. Use sampling='fixed_batches', or group_weights='per_step', "
+            "which is amplified."
         )
     if plan.noise_schedule is not None:
         raise ValueError(
             f"noise_schedule={plan.noise_schedule} with {how}, whose noise is that of the whole run: "
-            "leave "
-            "it out, or use group_weights='per_step'."
+            "leave it out, or use group_weights='per_step'."
         )
     if plan.accountant == "advanced_composition":
         raise ValueError(

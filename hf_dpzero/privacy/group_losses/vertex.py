@@ -40,10 +40,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from hf_dpzero.privacy.described import check_count
 from hf_dpzero.privacy.discretization import GRID_BITS, float32s
 from hf_dpzero.privacy.group_losses.base import (
     BudgetedGroups,
@@ -58,19 +59,19 @@ from hf_dpzero.privacy.mechanisms.vertex import ROUNDING, HiddenScores
 if TYPE_CHECKING:
     from hf_dpzero.privacy.events import StepSpec
     from hf_dpzero.privacy.noise import NoiseSource
+    from hf_dpzero.privacy.plan import PrivacyPlan
     from hf_dpzero.privacy.sampling import Sampler
 
-_NORMAL = NormalDist()
 SLACK = 1.0 + ROUNDING
 
 
 def gaussian_precision(eta: float) -> float:
-    """mu(eta)^2: precision of the Gaussian mechanism that dominates a mechanism of bounded range eta.
+    """Returns mu(eta)^2: precision of the Gaussian that dominates a bounded range of eta.
 
     >>> round(gaussian_precision(0.01) / 0.005**2, 3)  # pi / 2 for small eta
     1.571
     """
-    mu = 2 * _NORMAL.inv_cdf(1 / (1 + math.exp(-eta / 2))) if eta < 60 else math.inf
+    mu = 2 * NormalDist().inv_cdf(1 / (1 + math.exp(-eta / 2))) if eta < 60 else math.inf
     return mu**2 * (1 + 1e-9)
 
 
@@ -88,21 +89,19 @@ class VertexGroups(BudgetedGroups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 1:
-            raise ValueError(f"draws={self.draws!r} of groups must be an integer of at least 1.")
+        check_count("draws", self.draws, " of groups")
         if self.rate is not None:
             raise ValueError(
                 f"rate={self.rate} of drawn groups: it follows from their share of the budget; leave "
                 "it out."
             )
 
-    def check(self, plan: Any) -> None:
-        """As in the base class; refuses batches that an example may be in at any step."""
+    def check(self, plan: PrivacyPlan) -> None:
         super().check(plan)
         check_participations(self, plan)
 
     def precision(self, rate: float, sampler: Sampler, count: int, relation: Relation) -> float:
-        """sum K mu(eta_t)^2 over the first `count` steps at a rate tau."""
+        """Returns sum K mu(eta_t)^2 over the first `count` steps at a rate tau."""
         each = rate * float(self.scales(sampler.expected_batch_size).max())
         each *= sensitivity_factor(relation)
         steps_between = period(sampler)
@@ -113,7 +112,7 @@ class VertexGroups(BudgetedGroups):
         return total
 
     def paid_rate(self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int) -> float:
-        """tau: the largest, to a relative 1e-6, whose draws cost the share s.
+        """Returns tau: the largest, to a relative 1e-6, whose draws cost the share s.
 
         Args:
           spec: of one step.
@@ -138,7 +137,7 @@ class VertexGroups(BudgetedGroups):
     def parts(
         self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int
     ) -> tuple[tuple[StepSpec, int], ...]:
-        """All draws as the one Gaussian event that dominates them."""
+        # all draws as the one Gaussian event that dominates them
         rate = self.paid_rate(spec, multiplier, sampler, steps)
         total = self.precision(rate, sampler, count, spec.relation)
         if not total:
@@ -146,8 +145,7 @@ class VertexGroups(BudgetedGroups):
         z = spec.sensitivity / math.sqrt(total)
         return ((replace(spec, noise_multiplier=z, num_directions=0, dense_draws=0), 1),)
 
-    def player(self, plan: Any) -> GroupPlayer:
-        """One that keeps the log-weights."""
+    def player(self, plan: PrivacyPlan) -> GroupPlayer:
         multiplier = plan.mechanism.effective_noise_multiplier
         rate = self.paid_rate(plan.spec, multiplier, plan.sampler, plan.steps)
         most = plan.sampler.num_examples * passes(plan.sampler, plan.steps)
@@ -156,7 +154,7 @@ class VertexGroups(BudgetedGroups):
 
 class _Draws(GroupPlayer):
     def __init__(self, losses: VertexGroups, factors: np.ndarray, most: int) -> None:
-        self.losses: VertexGroups = losses
+        self.losses = losses
         self._factors, self._step = factors, 0
         largest = float(factors.max())
         self._scores = HiddenScores(losses.num_groups, largest, largest * most)

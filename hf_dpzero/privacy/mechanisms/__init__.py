@@ -4,27 +4,26 @@
 |---|---|
 | dpzero, mezo, dpgd-0th | `scalar.py` |
 | dp-sgd, dp-adamw, sgd, adamw | `gradient.py` |
-| dpzero-averaged | `groups.py` |
-| dpzero-adaptive, dp-sgd-adaptive, dp-adamw-adaptive | `adaptive_clipping.py` |
+| dpzero-averaged | `averaged.py` |
+| dpzero-adaptive, dp-sgd-adaptive, dp-adamw-adaptive | `adaptive.py` |
 
 `vertex.py` stands apart: draws from the exponential mechanism, which no plan of a training run holds.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dpzero.privacy.discretization import discretisation_slack
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import (
+from hf_dpzero.privacy.described import read
+from hf_dpzero.privacy.mechanisms.adaptive import (
     AdaptiveDPAdamW,
     AdaptiveDPSGD,
     AdaptiveScalarMechanism,
 )
+from hf_dpzero.privacy.mechanisms.averaged import AveragedScalarMechanism
 from hf_dpzero.privacy.mechanisms.base import RELATIONS, NoisedSum, NotNoised, Relation
 from hf_dpzero.privacy.mechanisms.gradient import DPSGD, DPAdamW, PlainAdamW, PlainSGD
-from hf_dpzero.privacy.mechanisms.groups import AveragedScalarMechanism
 from hf_dpzero.privacy.mechanisms.scalar import NonPrivateMean, ScalarMechanism, VectorMechanism
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "ScalarMechanism",
     "ScalarReleases",
     "VectorMechanism",
-    "discretisation_slack",
     "mechanism_from_dict",
 ]
 
@@ -81,18 +79,9 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 
 
 def mechanism_from_dict(values: Mapping[str, Any]) -> Mechanism:
-    """The mechanism that `to_dict` described; an unknown name and unknown keys are errors.
+    """Reads the mechanism that `to_dict` described; an unknown name and unknown keys are errors.
 
     >>> mechanism_from_dict({"name": "mezo", "expected_batch_size": 4.0}).private
     False
     """
-    settings = dict(values)
-    name = settings.pop("name", None)
-    if name not in MECHANISMS:
-        raise ValueError(f"mechanism name {name!r} is unknown; use one of {sorted(MECHANISMS)}.")
-    known = {field.name for field in dataclasses.fields(MECHANISMS[name])}
-    if unknown := sorted(set(settings) - known):
-        raise ValueError(
-            f"{MECHANISMS[name].__name__} has no fields {unknown}; it has {sorted(known)}."
-        )
-    return MECHANISMS[name](**settings)
+    return read(MECHANISMS, "mechanism", values)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
+from hf_dpzero.privacy.described import Described, check_count
 from hf_dpzero.privacy.discretization import noised_on_grid
 from hf_dpzero.privacy.noise import NoiseSource
 
@@ -25,14 +25,13 @@ DISPLACEMENT = 2.0**-8
 
 
 @dataclass(frozen=True, kw_only=True)
-class MechanismBase:
+class MechanismBase(Described):
     """What every mechanism says about itself.
 
     A mechanism noises the sum of its examples' contributions. Its sensitivities are stated in clipping
     norms C.
 
     Attributes:
-      name: the method, and the key in the registry.
       replayable: whether the weights follow from what a run writes down.
       distribution: "gaussian", "laplace" or "none".
       sensitivity_add_remove: sensitivity of the sum when one example is added or removed.
@@ -44,7 +43,6 @@ class MechanismBase:
 
     expected_batch_size: float
 
-    name: ClassVar[str]
     replayable: ClassVar[bool]
     sensitivity_add_remove: ClassVar[int] = 1
     sensitivity_replace: ClassVar[int] = 2
@@ -59,27 +57,18 @@ class MechanismBase:
 
     @property
     def divisor(self) -> float:
-        """What the noised sum is divided by: B."""
+        """Returns what the noised sum is divided by: B."""
         return self.expected_batch_size
 
     @property
     def dense_draws(self) -> int:
-        """Coordinates of a step whose noise is rounded to a grid afterwards."""
+        """Returns how many coordinates of a step have noise that is rounded to a grid afterwards."""
         return 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields and name, JSON-safe; `mechanism_from_dict` reads it back."""
-        return {"name": self.name, **dataclasses.asdict(self)}
-
     def _as_floats(self, *fields: str) -> None:
-        """Stores 64 as 64.0, so that equal mechanisms have equal JSON and equal digests."""
+        # 64 becomes 64.0, so that equal mechanisms have equal JSON and equal digests.
         for field in fields:
             object.__setattr__(self, field, float(getattr(self, field)))
-
-    def _check_count(self, field: str) -> None:
-        value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{field}={value!r} must be an integer of at least 1.")
 
     def _check_total(self, total: Sequence[float], count: int) -> None:
         if len(total) != count:
@@ -127,17 +116,17 @@ class NoisedSum(MechanismBase):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What the accounting idealises; for the report."""
+        """Returns what the accounting idealises, for the report."""
         return ()
 
     @property
     def private(self) -> bool:
-        """True if noise is added at all."""
+        """Says whether noise is added at all."""
         return self.noise_multiplier > 0
 
     @property
     def radius(self) -> float:
-        """C / (1 + 2^-8): what every contribution is clipped to; the rest of C pays for a displaced row.
+        """Returns C / (1 + 2^-8), the clip; the rest of C pays for a displaced row.
 
         >>> from hf_dpzero.privacy.mechanisms import DPSGD
         >>> DPSGD(clip=257.0, noise_multiplier=1.0, expected_batch_size=8).radius
@@ -147,16 +136,16 @@ class NoisedSum(MechanismBase):
 
     @property
     def noise_scale(self) -> float:
-        """Noise scale on the sum, sigma * C, in the units of `clip`."""
+        """Returns the noise scale on the sum, sigma * C, in the units of `clip`."""
         return self.noise_multiplier * self.clip
 
     @property
     def effective_noise_multiplier(self) -> float:
-        """Noise scale over the add-or-remove sensitivity, of the one Gaussian (Laplace) of a step."""
+        """Returns the noise scale of a step's one Gaussian (Laplace) over R."""
         return self.noise_multiplier / self.sensitivity_add_remove
 
     def sensitivity(self, relation: Relation) -> float:
-        """Sensitivity of the sum (L2; L1 for Laplace noise) under `relation`, in the units of `clip`.
+        """Returns the sum's sensitivity (L2; L1 for Laplace noise) under `relation`, in units of `clip`.
 
         One row more adds at most `radius` and may put one other row in another place, which moves what
         that one adds by at most 2^-8 radii (`batches.placement`): together C. A replaced row is one
@@ -187,17 +176,16 @@ class DenseNoise(NoisedSum):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_count("dimension")
+        check_count("dimension", self.dimension)
 
     @property
     def dense_draws(self) -> int:
-        """`dimension`."""
         return self.dimension
 
     def release_part(
         self, total: np.ndarray, noise: NoiseSource, step: int, part: int
     ) -> np.ndarray:
-        """The noised mean of some coordinates.
+        """Returns the noised mean of some coordinates.
 
         Args:
           total: of the clipped sum, float64 [n], over all processes.
@@ -236,11 +224,10 @@ class NotNoised(MechanismBase):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """That it is not private."""
         return (f"method {self.name} is not private",)
 
     def sensitivity(self, relation: Relation) -> float:
-        """Infinite: nothing bounds what one example contributes."""
+        # nothing bounds what one example contributes
         return math.inf * sensitivity_factor(relation)
 
 
@@ -262,15 +249,12 @@ def check_dimension(mechanism: MechanismBase, dimension: int) -> None:
 
 
 def sensitivity_factor(relation: Relation, add_remove: int = 1, replace: int = 2) -> int:
-    """Sensitivity under `relation`, in clipping norms.
+    """Returns the sensitivity under `relation`, in clipping norms.
 
     Args:
       relation: replace_special counts as adding or removing: the special example contributes zero.
       add_remove: sensitivity when one example is added or removed.
       replace: sensitivity when one example is replaced by another.
-
-    Returns:
-      One of the two.
 
     Raises:
       ValueError: an unknown relation.

@@ -56,8 +56,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dpzero.privacy.described import check_count
+from hf_dpzero.privacy.mechanisms.averaged import AVERAGED_CAVEAT, KeyedGroups
 from hf_dpzero.privacy.mechanisms.base import DenseNoise, NotNoised
-from hf_dpzero.privacy.mechanisms.groups import KeyedGroups
 from hf_dpzero.privacy.noise import NoiseSource
 
 Clipping = Literal["fixed", "automatic", "averaged"]
@@ -74,7 +75,7 @@ SMALLEST_FACTOR = 2.0**-100
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """L2 norms of the rows of [B, n], accurate to a relative 1e-6 whatever n is: float64 [B].
+    """Returns the L2 norms of rows [B, n], accurate to a relative 1e-6 whatever n is: float64 [B].
 
     Taken in pieces: on a CPU, torch's float32 norm of 4e7 numbers at once is 0.3 % too small, and a
     clip by it that much too loose. The rows may have any float dtype; a row with NaN or infinity (or a
@@ -88,7 +89,7 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def clip_factors(norms: Tensor, clip: float) -> Tensor:
-    """min(1, C / norm), a little less where it binds.
+    """Returns min(1, C / norm), a little less where it binds.
 
     Guarantee: factor * norm <= C; 0 where the norm is not finite, and where the factor is below
     2^-100: subnormal factors, or products with them, round by more than the margin.
@@ -108,7 +109,7 @@ def clip_factors(norms: Tensor, clip: float) -> Tensor:
 
 
 def _usable(factors: Tensor, norms: Tensor) -> Tensor:
-    """Factors [B] float64 as float32; 0 where they, or the norms, have no use."""
+    """Rounds factors [B] to float32; 0 where they, or the norms, have no use."""
     usable = norms.isfinite() & (factors >= SMALLEST_FACTOR)
     return torch.where(usable, factors, 0.0).float()
 
@@ -139,7 +140,7 @@ class GradientMechanism(DenseNoise, KeyedGroups):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._as_floats("clip_stability")
-        self._check_count("clip_groups")
+        check_count("clip_groups", self.clip_groups)
         if self.clipping not in CLIPPINGS:
             raise ValueError(f"clipping={self.clipping!r} is unknown; use one of {CLIPPINGS}.")
         if self.clip_groups != 1 and self.clipping != "averaged":
@@ -155,28 +156,21 @@ class GradientMechanism(DenseNoise, KeyedGroups):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What averaged clipping's multiplier means."""
-        if self.clipping != "averaged":
-            return super().caveats
         return (
-            *super().caveats,
-            "clipping='averaged' moves a group's mean by up to 2C, so the accounting uses half of the "
-            "stated noise multiplier",
+            (*super().caveats, AVERAGED_CAVEAT) if self.clipping == "averaged" else super().caveats
         )
 
     @property
     def divisor(self) -> float:
-        """What the noised sum is divided by: B, or k where the sum runs over k groups."""
-        averaged = self.clipping == "averaged"
-        return float(self.clip_groups) if averaged else self.expected_batch_size
+        # averaged clipping sums over k groups
+        return float(self.clip_groups) if self.clipping == "averaged" else self.expected_batch_size
 
     @property
     def sensitivity_add_remove(self) -> int:  # type: ignore[override]
-        """1 clipping norm, or 2 for averaged clipping."""
         return 2 if self.clipping == "averaged" else 1
 
     def weights(self, norms: Tensor) -> Tensor:
-        """Factors of the gradients (averaged clipping: of the groups' mean gradients).
+        """Returns factors of the gradients (averaged clipping: of the groups' mean gradients).
 
         Guarantee: factor * norm <= radius; 0 where the norm is NaN or infinite, or the factor below
         2^-100 (see `clip_factors`).
@@ -223,23 +217,13 @@ class NonPrivateGradient(NotNoised):
     clipping: ClassVar[str] = "none"
 
     def weights(self, norms: Tensor) -> Tensor:
-        """1 for every finite norm, else 0; float32, of the shape of `norms`."""
+        """Returns 1 for every finite norm, else 0; float32, of the shape of `norms`."""
         return norms.detach().isfinite().float()
 
     def release_part(
         self, total: np.ndarray, noise: NoiseSource, step: int, part: int
     ) -> np.ndarray:
-        """The plain mean; the arguments are those of `DenseNoise.release_part`.
-
-        Args:
-          total: of the sum, float64 [n].
-          noise: not used.
-          step: not used.
-          part: not used.
-
-        Returns:
-          total / B, float64 [n].
-        """
+        """Returns the plain mean total / B, float64 [n], as `DenseNoise.release_part` without noise."""
         return total / self.divisor
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
+from hf_dpzero.privacy.described import check_count
 from hf_dpzero.privacy.discretization import (
     GRID_BITS,
     finite_rows,
@@ -66,7 +67,7 @@ class ScalarMechanism(NoisedSum):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_count("num_directions")
+        check_count("num_directions", self.num_directions)
         if self.distribution not in ("gaussian", "laplace"):
             raise ValueError(
                 f"distribution={self.distribution!r} is unknown; use 'gaussian' or 'laplace'."
@@ -74,17 +75,15 @@ class ScalarMechanism(NoisedSum):
 
     @property
     def granularity(self) -> float:
-        """The grid spacing gamma = C * 2^-30, exact in binary."""
+        """Returns the grid spacing gamma = C * 2^-30, exact in binary."""
         return math.ldexp(self.clip, -GRID_BITS)
 
     @property
     def values_per_release(self) -> int:
-        """K."""
         return self.num_directions
 
     @property
     def noise_draws(self) -> int:
-        """K."""
         return self.num_directions
 
     def clip_sum(self, x: Tensor) -> list[int]:
@@ -122,25 +121,18 @@ class ScalarMechanism(NoisedSum):
           K floats that float32 represents exactly: the only private quantity that may leave.
         """
         self._check_total(total, self.num_directions)
+        k = self.num_directions
+        noised: list[float] = [int(n) for n in total]
         if self.private and noise.correlated:
-            return self._release_rounded(total, step, noise)
-        draws = [0] * self.num_directions
-        if self.private:
+            # Sums of many draws are no integers: Gaussian noise on the grid of `discretization`.
+            deviation = math.ldexp(self.noise_multiplier, GRID_BITS) * noise.base_deviation
+            sums, dither = np.array(total, dtype=np.float64), noise.dither(k, step, 0)
+            noised = noised_on_grid(sums, noise.normals(k, step, 0), deviation, dither).tolist()
+        elif self.private:
             scale = math.ldexp(self.noise_multiplier, GRID_BITS)
             draw = noise.gaussian if self.distribution == "gaussian" else noise.laplace
-            draws = draw(scale, self.num_directions, step)
-        noised = [int(n) + z for n, z in zip(total, draws, strict=True)]
+            noised = [int(n) + z for n, z in zip(total, draw(scale, k, step), strict=True)]
         return float32s(n * self.granularity / self.divisor for n in noised)
-
-    def _release_rounded(
-        self, total: Sequence[int], step: int, noise: NoiseSource
-    ) -> tuple[float, ...]:
-        """As `release`, with Gaussian noise that is rounded to a grid (see `discretization`)."""
-        scale = math.ldexp(self.noise_multiplier, GRID_BITS) * noise.base_deviation
-        normals = noise.normals(self.num_directions, step, 0)
-        dither = noise.dither(self.num_directions, step, 0)
-        noised = noised_on_grid(np.array(total, dtype=np.float64), normals, scale, dither)
-        return float32s(n * self.granularity / self.divisor for n in noised.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,20 +150,19 @@ class NonPrivateMean(NotNoised):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_count("num_directions")
+        check_count("num_directions", self.num_directions)
 
     @property
     def granularity(self) -> float:
-        """1.0: totals are floats in the units of the finite differences."""
+        """Returns 1.0: totals are floats in the units of the finite differences."""
         return 1.0
 
     @property
     def values_per_release(self) -> int:
-        """K."""
         return self.num_directions
 
     def clip_sum(self, x: Tensor) -> list[float]:
-        """Column sums of x [B, K] in float64, correctly rounded; B = 0 gives zeros.
+        """Returns column sums of x [B, K] in float64, correctly rounded; B = 0 gives zeros.
 
         >>> import torch
         >>> NonPrivateMean(expected_batch_size=2).clip_sum(torch.tensor([[3.0], [-9.0]]))
@@ -181,16 +172,7 @@ class NonPrivateMean(NotNoised):
         return [math.fsum(column) for column in rows.T.tolist()]
 
     def release(self, total: Sequence[float], step: int, noise: NoiseSource) -> tuple[float, ...]:
-        """The total over `expected_batch_size`, rounded once to float32.
-
-        Args:
-          total: K floats, summed over all processes and microbatches of the step.
-          step: not used.
-          noise: not used.
-
-        Returns:
-          K floats that float32 represents exactly.
-        """
+        """Returns the total [K] over `expected_batch_size`, rounded once to float32."""
         self._check_total(total, self.num_directions)
         return float32s(float(t) / self.expected_batch_size for t in total)
 
@@ -213,10 +195,10 @@ class VectorMechanism(DenseNoise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_count("num_directions")
+        check_count("num_directions", self.num_directions)
 
     def clip_sum(self, x: Tensor, gram: Tensor | np.ndarray) -> tuple[float, ...]:
-        """K coefficients c with sum_k c_k u_k = the sum over examples of their clipped vectors.
+        """Returns K coefficients c with sum_k c_k u_k = the sum over examples of their clipped vectors.
 
         Guarantee: every example contributes a vector of norm at most `radius`, for entries of G accurate
         to 2^-37 of sqrt(G_kk G_ll). Each coefficient is a multiple, by an integer of limited size, of
@@ -256,7 +238,7 @@ coefficients but perhaps not the vector, and for the float64 rounding of sum_k c
 
 
 def _checked_gram(gram: np.ndarray, num_directions: int) -> np.ndarray:
-    """The matrix itself; ValueError unless it can be the Gram matrix of K directions."""
+    """Returns the matrix itself, and refuses one that is no Gram matrix of K directions."""
     k = num_directions
     if gram.shape != (k, k):
         raise ValueError(
@@ -278,14 +260,9 @@ def _checked_gram(gram: np.ndarray, num_directions: int) -> np.ndarray:
 
 
 def _sum_along_many(rows: np.ndarray, gram: np.ndarray, radius: float) -> tuple[float, ...]:
-    """Column sums of rows [B, K] scaled to norm sqrt(s^T G s) <= r and truncated to a grid.
-
-    Truncation moves a vector by at most grid * sum_k ||u_k|| <= 2^-30 r, inside `VECTOR_MARGIN`.
-    Nearly dependent directions could have huge coefficients that cancel. For sums to stay exact none
-    may exceed 2^33 K grid units, four times what orthogonal directions of like norms need; a row
-    that does is scaled down as a whole.
-    """
+    """Returns column sums of rows [B, K] scaled to norm sqrt(s^T G s) <= r and truncated to a grid."""
     lengths = np.sqrt(np.diag(gram))
+    # Truncation moves a vector by at most grid * sum_k ||u_k|| <= 2^-30 r, inside `VECTOR_MARGIN`.
     grid = math.ldexp(1.0, math.frexp(radius / lengths.sum())[1] - 1 - GRID_BITS)
     largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     unit = np.divide(rows, largest, out=np.zeros_like(rows), where=largest > 0)
@@ -293,6 +270,9 @@ def _sum_along_many(rows: np.ndarray, gram: np.ndarray, radius: float) -> tuple[
     squares = ((unit @ gram) * unit).sum(axis=1, keepdims=True)
     room = GRAM_SLACK * (np.abs(unit) @ lengths[:, None]) ** 2
     norms = np.sqrt(np.maximum(squares, 0.0) + room)
+    # Nearly dependent directions could have huge coefficients that cancel. For sums to stay exact none
+    # may exceed 2^33 K grid units, four times what orthogonal directions of like norms need; a row that
+    # does is scaled down as a whole.
     allowed = np.divide(
         radius * VECTOR_MARGIN, norms, out=np.zeros_like(norms), where=norms > 0
     ).clip(max=math.ldexp(grid, GRID_BITS + 2 + len(lengths).bit_length()))

@@ -72,17 +72,17 @@ class VertexDraw:
 
     @property
     def score_range(self) -> float:
-        """eta: the range of the scores' differences between neighbours, rounding included."""
+        """Returns eta: the range of the scores' differences between neighbours, rounding included."""
         return self.sensitivity * (1 if self.one_sided else 2) * (1 + ROUNDING)
 
     @property
     def pure_epsilon(self) -> float:
-        """A draw is eta-DP."""
+        """Returns eta: a draw is eta-DP."""
         return self.score_range
 
     @property
     def rho(self) -> float:
-        """zCDP of a draw: eta^2 / 8, or eta^2 / 2 for an average."""
+        """Returns the zCDP of a draw: eta^2 / 8, or eta^2 / 2 for an average."""
         return self.score_range**2 / (2 if self.averaged else 8)
 
 
@@ -91,13 +91,7 @@ Draws = Iterable[tuple[VertexDraw, int]]
 
 
 def total_rho(draws: Draws) -> float:
-    """zCDP of all draws together.
-
-    Args:
-      draws: kinds and counts.
-
-    Returns:
-      rho >= 0; adds to the rho of anything else released about the same data.
+    """Returns the zCDP of all draws together; it adds to that of other releases about the same data.
 
     Raises:
       ValueError: a negative count.
@@ -106,14 +100,11 @@ def total_rho(draws: Draws) -> float:
 
 
 def draws_epsilon(draws: Draws, delta: float) -> float:
-    """Epsilon at `delta` of all draws together, an upper bound.
+    """Returns epsilon >= 0 at `delta` of all draws together, an upper bound.
 
     Args:
       draws: kinds and counts; the scores may follow from earlier draws.
       delta: in [0, 1); 0 gives the pure epsilon.
-
-    Returns:
-      Epsilon >= 0.
 
     Raises:
       ValueError: a negative count, a delta out of range.
@@ -133,7 +124,7 @@ def _checked(draws: Draws) -> list[tuple[VertexDraw, int]]:
 
 @lru_cache(maxsize=4096)
 def zcdp_epsilon(rho: float, delta: float) -> float:
-    """Epsilon at `delta` of a rho-zCDP mechanism, by dp-accounting at orders around the best one.
+    """Returns epsilon at `delta` of a rho-zCDP mechanism, at orders around the best one.
 
     Args:
       rho: >= 0.
@@ -163,7 +154,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def zcdp_rho(epsilon: float, delta: float) -> float:
-    """The largest rho, to 1e-9, whose `zcdp_epsilon` is at most `epsilon`.
+    """Returns the largest rho, to 1e-9, whose `zcdp_epsilon` is at most `epsilon`.
 
     Args:
       epsilon: > 0.
@@ -203,12 +194,7 @@ class _Hidden:
     __slots__ = ()
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise TypeError("hidden scores are secret: they are neither copied nor stored.")
-
-    def __copy__(self) -> NoReturn:
-        raise TypeError("hidden scores are secret: they are neither copied nor stored.")
-
-    def __deepcopy__(self, _memo: object) -> NoReturn:
+        # `copy` and `deepcopy` come here too
         raise TypeError("hidden scores are secret: they are neither copied nor stored.")
 
 
@@ -264,16 +250,13 @@ class HiddenScores(_Hidden):
         self._levels = np.clip(moved, -self._largest, self._largest)
 
     def draw(self, count: int, noise: NoiseSource, step: int, part: int = 0) -> NDArray[np.int64]:
-        """Independent vertices, int64 [count], with P(j) proportional to exp(s_j).
+        """Draws independent vertices, int64 [count], with P(j) proportional to exp(s_j).
 
         Args:
           count: how many; 0 gives none.
           noise: the source; `SecureNoise` for anything that leaves the process.
           step: matters to insecure sources only.
           part: tells apart the calls of a step; matters to insecure sources only.
-
-        Returns:
-          Indices.
         """
         return noise.vertices(self._values(), count, step, part)
 
@@ -306,15 +289,7 @@ class HiddenAverage(_Hidden):
         self._times.append(scores._values())
 
     def draw(self, count: int, noise: NoiseSource, step: int) -> NDArray[np.int64]:
-        """Independent vertices of the average, int64 [count].
-
-        Args:
-          count: how many.
-          noise: the source.
-          step: matters to insecure sources only.
-
-        Returns:
-          Indices.
+        """Draws `count` independent vertices of the average, int64; `step` is for insecure sources.
 
         Raises:
           ValueError: nothing was added yet.

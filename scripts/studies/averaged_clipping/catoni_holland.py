@@ -13,8 +13,7 @@ import math
 
 import numpy as np
 
-from hf_dpzero.papers.averaged_clipping import Cells
-from hf_dpzero.papers.regressions import Array, Data, Objective
+from hf_dpzero.papers.averaged_clipping import Array, Cells, Data, Objective
 from hf_dpzero.privacy.mechanisms import DPSGD, Relation
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler

@@ -17,8 +17,15 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 
 from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import Cells, Descent, calibrated, true_epsilon
-from hf_dpzero.papers.regressions import Array, Data, Objective
+from hf_dpzero.papers.averaged_clipping import (
+    Array,
+    Cells,
+    Data,
+    Descent,
+    Objective,
+    calibrated,
+    true_epsilon,
+)
 from scripts.studies.averaged_clipping import catoni_holland
 from scripts.studies.averaged_clipping.heavy_tails import (
     DIMENSION,

@@ -9,8 +9,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import Cells, Descent, calibrated, true_epsilon
-from hf_dpzero.papers.regressions import LINEAR, Array
+from hf_dpzero.papers.averaged_clipping import (
+    LINEAR,
+    Array,
+    Cells,
+    Descent,
+    calibrated,
+    true_epsilon,
+)
 from scripts.studies.averaged_clipping.heavy_tails import DIMENSION, RADIUS, draw, optimum
 from scripts.studies.averaged_clipping.parameters import (
     Parameters,

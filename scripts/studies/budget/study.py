@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.papers import budget
-from hf_dpzero.privacy.quadratics import quadratic_influence
-from hf_dpzero.privacy.schedules import Exponential
+from hf_dpzero.privacy.schedules import Exponential, quadratic_influence
 from scripts.studies.budget.network import SOURCES, Network, Split, train
 from scripts.studies.harness import Row, philox
 

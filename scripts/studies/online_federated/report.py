@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpzero.papers.online_federated import Federation
-from hf_dpzero.papers.online_federated_noise import (
+from hf_dpzero.papers.online_federated import (
     NOISES,
+    Federation,
     calibrated,
     paper_column_bound,
     paper_deviation,
     paper_tree_norm,
     true_epsilon,
 )
-from hf_dpzero.privacy.correlated_noise import factorization as f
+from hf_dpzero.privacy.correlated import factorization as f
 from scripts.studies.harness import Row, interval, panels, philox, save, table
 from scripts.studies.online_federated.study import Study, made
 from scripts.studies.online_federated.theory import drifting

@@ -15,18 +15,22 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.online_federated import Cells, Federation, Oracle, Stream, simulate
-from hf_dpzero.papers.online_federated_noise import (
+from hf_dpzero.papers.online_federated import (
     DENSE,
     NOISES,
+    Cells,
+    Federation,
+    Oracle,
+    Stream,
     calibrated,
     increments,
     paper_column_bound,
     paper_deviation,
     paper_tree_norm,
+    simulate,
     true_epsilon,
 )
-from hf_dpzero.privacy.correlated_noise.factorization import MAX_DENSE_ROUNDS, Factorization
+from hf_dpzero.privacy.correlated.factorization import MAX_DENSE_ROUNDS, Factorization
 from scripts.studies.harness import Row, philox
 from scripts.studies.online_federated import logistic, network
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.online_federated import Federation
-from hf_dpzero.papers.online_federated_noise import increments
-from hf_dpzero.privacy.correlated_noise.factorization import Factorization
+from hf_dpzero.papers.online_federated import Federation, increments
+from hf_dpzero.privacy.correlated.factorization import Factorization
 
 Array = NDArray[Any]
 

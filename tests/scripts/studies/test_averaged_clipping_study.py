@@ -15,8 +15,7 @@ import pytest
 from scipy.integrate import quad
 
 from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import Cells, Descent
-from hf_dpzero.papers.regressions import LINEAR, LOGISTIC
+from hf_dpzero.papers.averaged_clipping import LINEAR, LOGISTIC, Cells, Descent
 from scripts.studies.averaged_clipping import (
     catoni_holland,
     heavy_tails,

@@ -10,9 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from hf_dpzero.papers.online_federated import Federation, Stream, learn
-from hf_dpzero.papers.online_federated_noise import calibrated, increments
-from hf_dpzero.privacy.correlated_noise import factorization as f
+from hf_dpzero.papers.online_federated import Federation, Stream, calibrated, increments, learn
+from hf_dpzero.privacy.correlated import factorization as f
 from scripts.studies.harness import run
 from scripts.studies.online_federated import report
 from scripts.studies.online_federated import study as study_module

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hf_dpzero.privacy.described import check_count
+
 MAX_DENSE_ROUNDS = 1024
 """Rounds of a factorisation that holds matrices of rounds by rounds and takes a minute to optimise."""
 
@@ -30,7 +32,7 @@ class NoiseRow(NamedTuple):
 
 
 def groups_of(count: int) -> list[slice]:
-    """Places of a row, the newest draw last, that are summed together; in the order of summation.
+    """Returns places of a row, the newest draw last, that are summed together, in order of summation.
 
     The newest draw stands alone, then come 3, 28, 96, 384, .. older ones: most rounding is on small
     weights, and few groups are fast.
@@ -45,7 +47,7 @@ def groups_of(count: int) -> list[slice]:
 
 
 def roundings(count: int) -> np.ndarray:
-    """How many roundings of 2^-53 the product of each draw meets in a sum by `groups_of`.
+    """Returns how many roundings of 2^-53 the product of each draw meets in a sum by `groups_of`.
 
     Of m numbers that are multiplied and added in any order each meets m at most, and one more
     whenever a group is added to what is older.
@@ -67,13 +69,9 @@ def roundings(count: int) -> np.ndarray:
 
 
 def error_sizes(weights: np.ndarray) -> np.ndarray:
-    """v_tj of `discretization`: how a draw's error and that of sums enter a row, in 2^-53 of the draw.
+    """Returns v_tj of `discretization`, |w| (10 + roundings), float64 [n].
 
-    Args:
-      weights: of a row of C^{-1}, the newest draw last, float64 [n].
-
-    Returns:
-      |w| (10 + roundings), float64 [n].
+    How a draw's error and that of sums enter a row of C^{-1}, in 2^-53 of the draw.
     """
     return np.abs(weights) * (10.0 + roundings(len(weights)))
 
@@ -91,17 +89,16 @@ class Factorization(ABC):
     name: str
 
     def __init__(self, rounds: int) -> None:
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-            raise ValueError(f"rounds={rounds!r} must be an integer of at least 1.")
+        check_count("rounds", rounds)
         self.rounds = rounds
 
     @abstractmethod
     def noise_row(self, step: int) -> NoiseRow:
-        """Row `step` of C^{-1} without its zeros, 0 <= step < rounds."""
+        """Returns row `step` of C^{-1} without its zeros, 0 <= step < rounds."""
 
     @cached_property
     def rounding(self) -> float:
-        """V: root of the largest sums of `error_sizes` over a row of C^{-1} and over a column."""
+        """Returns V, a root: the largest sums of `error_sizes` over a row and a column of C^{-1}."""
         rows, columns = np.zeros(self.rounds), np.zeros(self.rounds)
         for step in range(self.rounds):
             row = self.noise_row(step)
@@ -111,17 +108,17 @@ class Factorization(ABC):
         return math.sqrt(rows.max() * columns.max())
 
     def kept(self, step: int) -> Sequence[int]:
-        """Draws up to round `step` that later rounds may use."""
+        """Returns the draws up to round `step` that later rounds may use."""
         return range(max(0, step + 2 - self.lookback), step + 1)
 
     @property
     @abstractmethod
     def squared_column_norms(self) -> np.ndarray:
-        """||c_r||^2 of each round, float64 [R], by exact summation up to float64 rounding."""
+        """Returns ||c_r||^2 of each round, float64 [R], by exact summation up to float64 rounding."""
 
     @abstractmethod
     def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """Inner products of columns of C.
+        """Returns inner products of columns of C.
 
         Args:
           rounds: m of them, increasing, int64 [m].
@@ -134,30 +131,30 @@ class Factorization(ABC):
     @property
     @abstractmethod
     def prefix_variances(self) -> np.ndarray:
-        """||b_{r+1}||^2: the noise variance in the sum of rounds 0..r, float64 [R]."""
+        """Returns ||b_{r+1}||^2: the noise variance in the sum of rounds 0..r, float64 [R]."""
 
     @abstractmethod
     def largest_squared_norm(self, count: int) -> float:
-        """Largest ||c_r||^2 if only the first `count` rows of C are released, 1 <= count <= rounds."""
+        """Returns the largest ||c_r||^2 if the first `count` rows of C are released, 1..rounds."""
 
     @property
     def first_is_worst(self) -> bool:
-        """Whether no pattern of rounds is worse than the same one shifted to begin at round 0."""
+        """Says whether no pattern of rounds is worse than the same one shifted to begin at round 0."""
         return False
 
     @property
     def sensitivity(self) -> float:
-        """Largest column norm: sensitivity where a record takes part in one round with norm 1."""
+        """Returns the largest column norm: sensitivity to a record of norm 1 in one round."""
         return math.sqrt(float(self.squared_column_norms.max()))
 
     @property
     def lookback(self) -> int:
-        """Most rounds that a row of noise reaches back, its own included."""
+        """Returns the most rounds that a row of noise reaches back, its own included."""
         return self.rounds
 
     @property
     def prefix_error(self) -> float:
-        """max_r ||c_r||^2 * ||B||_F^2 / R: the figure of merit of `factorization.py`.
+        """Returns max_r ||c_r||^2 * ||B||_F^2 / R: the figure of merit of `factorization.py`.
 
         >>> identity = Toeplitz(256, np.ones(1), np.ones(1), "independent")
         >>> identity.prefix_error
@@ -166,7 +163,7 @@ class Factorization(ABC):
         return self.sensitivity**2 * float(self.prefix_variances.mean())
 
     def largest_squared_row(self) -> float:
-        """max_r of the sum of squared weights of a row of C^{-1}: a step's noise over its draws'."""
+        """Returns the largest sum of squares of a row of C^{-1}: a step's noise over its draws'."""
         rows = (self.noise_row(step).weights for step in range(self.rounds))
         return max(float(row @ row) for row in rows)
 
@@ -194,40 +191,36 @@ class Toeplitz(Factorization):
 
     @property
     def lookback(self) -> int:
-        """Numbers in the first column of C^{-1}."""
         return len(self.inverse)
 
     @cached_property
     def rounding(self) -> float:
-        """The last row's: a draw of that age has no larger weight elsewhere, and no more roundings."""
+        # The last row's: a draw of that age has no larger weight elsewhere, and no more roundings.
         return float(error_sizes(self.inverse[::-1]).sum())
 
     def noise_row(self, step: int) -> NoiseRow:
-        """As in the base class."""
         self._check_step(step)
         first = max(0, step + 1 - self.lookback)
         return NoiseRow(np.arange(first, step + 1), self.inverse[: step + 1 - first][::-1])
 
     def largest_squared_row(self) -> float:
-        """The last row's."""
         return float(self.inverse @ self.inverse)
 
     def largest_squared_norm(self, count: int) -> float:
-        """The first column's."""
         return float((self.column[:count] ** 2).sum())
 
     @property
     def first_is_worst(self) -> bool:
-        """Where C has no negative entry: later columns are shorter copies of the first."""
+        # Without negative entries later columns are shorter copies of the first.
         return bool((self.column >= 0).all())
 
     @cached_property
     def squared_column_norms(self) -> np.ndarray:
-        """Column r holds the first R - r numbers of the first column."""
+        # Column r holds the first R - r numbers of the first column.
         return np.cumsum(_padded(self.column, self.rounds) ** 2)[::-1]
 
     def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """As in the base class, by sums of lagged products: O(R) for each different lag."""
+        # By sums of lagged products: O(R) for each different lag.
         column = _padded(self.column, count or self.rounds)
         first, second = np.minimum.outer(rounds, rounds), np.maximum.outer(rounds, rounds)
         products = np.zeros(first.shape)
@@ -239,7 +232,7 @@ class Toeplitz(Factorization):
 
     @cached_property
     def prefix_variances(self) -> np.ndarray:
-        """B is Toeplitz too, with the running sums of C^{-1}'s first column."""
+        # B is Toeplitz too, with the running sums of C^{-1}'s first column.
         return np.cumsum(np.cumsum(_padded(self.inverse, self.rounds)) ** 2)
 
 
@@ -254,14 +247,15 @@ class Tree(Factorization):
     name = "tree"
 
     def noise_row(self, step: int) -> NoiseRow:
-        """As in the base class: the new node, less the nodes that it replaces."""
+        # The new node, less the nodes that it replaces: one for each trailing 1 of the step.
         self._check_step(step)
-        replaced = step - 2 ** np.arange(_trailing_ones(step))[::-1]
+        trailing_ones = (~step & (step + 1)).bit_length() - 1
+        replaced = step - 2 ** np.arange(trailing_ones)[::-1]
         weights = np.append(np.full(len(replaced), -1.0), 1.0)
         return NoiseRow(np.append(replaced, step).astype(np.int64), weights)
 
     def kept(self, step: int) -> Sequence[int]:
-        """The nodes of the prefix that ends there."""
+        # the nodes of the prefix that ends there
         ends, left = [], step + 1
         while left:
             ends.append(left - 1)
@@ -270,18 +264,18 @@ class Tree(Factorization):
 
     @cached_property
     def rounding(self) -> float:
-        """Of a row with a draw for each level of the tree; a draw is in its own and another at most."""
+        # A row has a draw for each level of the tree; a draw is in its own row and one other at most.
         sizes = error_sizes(np.ones(self.rounds.bit_length()))
         return math.sqrt(sizes.sum() * (sizes[-1] + sizes.max()))
 
     @property
     def lookback(self) -> int:
-        """Half of the largest complete tree, and one."""
+        # half of the largest complete tree, and one
         return max(1, 2 ** (self.rounds.bit_length() - 1) // 2 + 1)
 
     @cached_property
     def squared_column_norms(self) -> np.ndarray:
-        """How many nodes in use contain the round."""
+        # how many nodes in use contain the round
         changes = np.zeros(self.rounds + 1)
         ends = np.arange(1, self.rounds + 1)
         np.add.at(changes, ends - (ends & -ends), 1.0)
@@ -289,11 +283,10 @@ class Tree(Factorization):
         return np.cumsum(changes)[: self.rounds]
 
     def largest_squared_norm(self, count: int) -> float:
-        """Round 0 is in a node of every size."""
-        return float(count.bit_length())
+        return float(count.bit_length())  # round 0 is in a node of every size
 
     def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """How many nodes in use (left children that end in time) contain both rounds."""
+        # How many nodes in use (left children that end in time) contain both rounds.
         shared = np.zeros((len(rounds), len(rounds)))
         for level in range(self.rounds.bit_length()):
             node = rounds >> level
@@ -303,7 +296,6 @@ class Tree(Factorization):
 
     @cached_property
     def prefix_variances(self) -> np.ndarray:
-        """One bits of r + 1."""
         return np.array([(r + 1).bit_count() for r in range(self.rounds)], dtype=np.float64)
 
 
@@ -332,33 +324,28 @@ class Dense(Factorization):
 
     @cached_property
     def inverse(self) -> np.ndarray:
-        """C^{-1}, float64 [R, R]."""
+        """Returns C^{-1}, float64 [R, R]."""
         from scipy.linalg import solve_triangular
 
         return _frozen(np.tril(solve_triangular(self.strategy, np.eye(self.rounds), lower=True)))
 
     def noise_row(self, step: int) -> NoiseRow:
-        """As in the base class."""
         self._check_step(step)
         return NoiseRow(np.arange(step + 1), self.inverse[step, : step + 1])
 
     @cached_property
     def squared_column_norms(self) -> np.ndarray:
-        """As in the base class."""
         return (self.strategy**2).sum(axis=0)
 
     def largest_squared_norm(self, count: int) -> float:
-        """As in the base class."""
         return float((self.strategy[:count] ** 2).sum(axis=0).max())
 
     def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """As in the base class."""
         columns = self.strategy[: count or self.rounds, rounds]
         return columns.T @ columns
 
     @cached_property
     def prefix_variances(self) -> np.ndarray:
-        """As in the base class."""
         return (np.cumsum(self.inverse, axis=0) ** 2).sum(axis=1)
 
 
@@ -376,42 +363,36 @@ class Restarted(Factorization):
 
     @property
     def lookback(self) -> int:
-        """The block's."""
         return self.block.lookback
 
     @cached_property
     def rounding(self) -> float:
-        """The block's."""
         return self.block.rounding
 
     def noise_row(self, step: int) -> NoiseRow:
-        """As in the base class."""
         self._check_step(step)
         inside = step % self.block.rounds
         row = self.block.noise_row(inside)
         return NoiseRow(row.draws + (step - inside), row.weights)
 
     def kept(self, step: int) -> Sequence[int]:
-        """The block's; none at its end."""
         inside = step % self.block.rounds
         last = inside == self.block.rounds - 1
         return [] if last else [draw + step - inside for draw in self.block.kept(inside)]
 
     @cached_property
     def squared_column_norms(self) -> np.ndarray:
-        """As in the base class; an upper bound in a last block that is cut short."""
+        # an upper bound in a last block that is cut short
         return np.resize(self.block.squared_column_norms, self.rounds)
 
     def largest_squared_row(self) -> float:
-        """The block's."""
         return self.block.largest_squared_row()
 
     def largest_squared_norm(self, count: int) -> float:
-        """The block's."""
         return self.block.largest_squared_norm(min(count, self.block.rounds))
 
     def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """As in the base class: columns of different blocks are orthogonal."""
+        # Columns of different blocks are orthogonal.
         size = self.block.rounds
         products = np.zeros((len(rounds), len(rounds)))
         for block in np.unique(rounds // size):
@@ -422,12 +403,13 @@ class Restarted(Factorization):
 
     @cached_property
     def prefix_variances(self) -> np.ndarray:
-        """Those of the whole blocks before, and of the own."""
+        # those of the whole blocks before, and of the own
         own = self.block.prefix_variances
         return np.resize(own, self.rounds) + np.arange(self.rounds) // len(own) * own[-1]
 
 
 def check_dense_rounds(rounds: int, name: str) -> None:
+    """Refuses more rounds than `MAX_DENSE_ROUNDS`."""
     if rounds > MAX_DENSE_ROUNDS:
         raise ValueError(
             f"{name} noise for {rounds} rounds needs matrices of rounds by rounds; use at most "
@@ -437,10 +419,6 @@ def check_dense_rounds(rounds: int, name: str) -> None:
 
 def _padded(series: np.ndarray, count: int) -> np.ndarray:
     return np.append(series, np.zeros(max(0, count - len(series))))[:count]
-
-
-def _trailing_ones(step: int) -> int:
-    return (~step & (step + 1)).bit_length() - 1
 
 
 def _frozen(values: np.ndarray) -> np.ndarray:

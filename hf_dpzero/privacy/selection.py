@@ -27,24 +27,27 @@ in use, 1.1, and less at larger ones: a `ZCDpEvent` with xi = 12 h.
 Noised d-vectors on their grid are close to ideal ones over the whole search: its trials, at most
 `TrialCount.most` of them, are one composition of draws (`discretization.py`, on vectors).
 
+*The number of trials* is drawn from its law computed with 60 decimal digits.
+
 *Plain composition.* The grid is run once, in full, and everything may be released: the runs'
 events compose.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from decimal import Context, Decimal, localcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import rdp_accountant, smallest_argument
-from hf_dpzero.privacy.composition import Part
+from hf_dpzero.privacy.accounting import Part, rdp_accountant, smallest_argument
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
 from hf_dpzero.privacy.events import Accountant, library_relation, step_event
+from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.trial_count import TrialCount
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -52,24 +55,147 @@ if TYPE_CHECKING:
 _SMALLEST_ORDER = 1.1
 
 
+# ------------------------------------------------------------------ the number of trials
+
+TRIAL_SHAPES = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
+"""Names of distributions of the number of trials -> `TrialCount.shape`."""
+
+MAX_MEAN = 10_000.0
+_BITS = 160  # of the uniform number behind a draw, which is met to 2^-150 in total variation
+_CONTEXT = Context(prec=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialCount:
+    """The distribution of the secret number of trials K (Papernot and Steinke 2022, Definition 1).
+
+    Attributes:
+      mean: E K, in 1..10^4. The distribution is public; the draw is not.
+      shape: eta. 1 is the geometric distribution, 0 the logarithmic, others above 0 the truncated
+        negative binomial, all on {1, 2, ...}; infinity is the Poisson distribution, on {0, 1, ...}.
+        A smaller shape costs less privacy and has a heavier tail.
+
+    Raises:
+      ValueError: mean or shape out of range.
+
+    >>> trials = TrialCount(mean=4.0, shape=1.0)
+    >>> [trials.probability(k) for k in (0, 1, 2)]
+    [0.0, 0.25, 0.1875]
+    """
+
+    mean: float
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.mean <= MAX_MEAN:
+            raise ValueError(
+                f"mean_trials={self.mean} must lie in 1..{MAX_MEAN:g}; the theorems need at least 1."
+            )
+        if math.isnan(self.shape) or self.shape < 0:
+            raise ValueError(
+                f"shape={self.shape} must be at least 0; infinity is the Poisson distribution."
+            )
+        if 100 < self.shape < math.inf:
+            raise ValueError(f"shape={self.shape} is above 100; use 'poisson', the limit.")
+
+    @property
+    def name(self) -> str:
+        """Names the distribution.
+
+        >>> TrialCount(mean=3, shape=0.5).name
+        'truncated negative binomial (shape 0.5)'
+        """
+        known = {shape: name for name, shape in TRIAL_SHAPES.items()}
+        return known.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
+
+    @property
+    def gamma(self) -> Decimal:
+        """Returns the parameter of TNB(eta, gamma) of mean at most `mean`; 1 for Poisson.
+
+        The rounding is on the safe side: a larger gamma has a smaller mean and costs less.
+        """
+        return Decimal(1) if math.isinf(self.shape) else _gamma(self.mean, self.shape)
+
+    @property
+    def most(self) -> int:
+        """Returns what K exceeds with probability below 1e-48: 128 / gamma, or for Poisson 128 E K."""
+        return math.ceil(128 * (self.mean if math.isinf(self.shape) else 1 / float(self.gamma)))
+
+    def probability(self, count: int) -> float:
+        """Returns P[K = count]."""
+        number, value = next(p for p in self._probabilities() if p[0] >= count)
+        return float(value) if number == count else 0.0
+
+    def draw(self) -> int:
+        """Draws K by inversion from operating-system entropy. Secret: tell nobody."""
+        with localcontext(_CONTEXT):
+            left = Decimal(secrets.randbits(_BITS)) / Decimal(2**_BITS)
+            for number, value in self._probabilities():
+                left -= value
+                if left < 0 or (number > self.mean and value < Decimal("1e-48")):
+                    return number
+        raise AssertionError("the probabilities never sum to one")
+
+    def _probabilities(self) -> Iterator[tuple[int, Decimal]]:
+        """Yields (k, P[K = k]) from the smallest k upwards, without end, as decimals."""
+        with localcontext(_CONTEXT):
+            poisson = math.isinf(self.shape)
+            eta, mean, gamma = Decimal(self.shape), Decimal(self.mean), self.gamma
+            number, value = (0, (-mean).exp()) if poisson else (1, _tnb_first(gamma, eta))
+        while True:
+            yield number, value
+            with localcontext(_CONTEXT):
+                ratio = mean if poisson else (1 - gamma) * (number + eta)
+                value = value * ratio / (number + 1)
+            number += 1
+
+
+@lru_cache(maxsize=256)
+def _gamma(mean: float, shape: float) -> Decimal:
+    """Returns the smallest gamma, to 1e-40, with E K <= mean, by bisection."""
+
+    def expected(gamma: Decimal) -> Decimal:
+        # eta (1/gamma - 1) / (1 - gamma^eta); (1/gamma - 1) / log(1/gamma) for eta = 0
+        odds, eta = 1 / gamma - 1, Decimal(shape)
+        if gamma == 1:
+            return Decimal(1)
+        return odds / -gamma.ln() if shape == 0 else eta * odds / (1 - gamma**eta)
+
+    with localcontext(_CONTEXT):
+        low, high = Decimal(0), Decimal(1)
+        while high - low > high * Decimal("1e-40"):
+            middle = (low + high) / 2
+            low, high = (low, middle) if expected(middle) <= Decimal(mean) else (middle, high)
+        return high
+
+
+def _tnb_first(gamma: Decimal, eta: Decimal) -> Decimal:
+    """Returns P[K = 1] = eta (1 - gamma) / (gamma^-eta - 1); (1 - gamma) / log(1/gamma) for eta = 0."""
+    if gamma == 1:
+        return Decimal(1)
+    return (1 - gamma) / -gamma.ln() if eta == 0 else eta * (1 - gamma) / (gamma**-eta - 1)
+
+
 # ------------------------------------------------------------------ private selection
 
 
-def run_event(plan: PrivacyPlan) -> DpEvent:
-    """One whole run in the RDP accountant's convention, as the one Gaussian that a step amounts to.
+def _refuse_extended(plans: Sequence[PrivacyPlan]) -> None:
+    if any(plan.after for plan in plans):
+        raise ValueError(
+            "a run that extends another is not accounted together with a search for its settings: "
+            "search from the base model, or fix the settings (tuning='none')."
+        )
 
-    Raises:
-      ValueError: the RDP accountant has no sound event for sampler, noise and relation; the message
-        says what to use instead.
-    """
+
+def run_event(plan: PrivacyPlan) -> DpEvent:
+    """Returns one whole run as the RDP accountant reads it, and refuses one that it does not know."""
     return _run_event(_parts([plan], "rdp"))
 
 
 def _parts(plans: Sequence[PrivacyPlan], accountant: Accountant) -> tuple[Part, ...]:
-    """All steps of all plans, by kind, for one accountant."""
-    return tuple(
-        part for plan in plans for part in replace(plan, accountant=accountant).own_parts()
-    )
+    """Returns all steps of all plans, by kind, for one accountant."""
+    plans = [replace(plan, accountant=accountant) for plan in plans]
+    return tuple(part for plan in plans for part in plan.own_parts())
 
 
 def _run_event(parts: Sequence[Part]) -> DpEvent:
@@ -79,37 +205,34 @@ def _run_event(parts: Sequence[Part]) -> DpEvent:
     return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
 
 
-def _slack(parts: Sequence[Part]) -> float:
-    return math.fsum(
+def _slack(parts: Sequence[Part]) -> tuple[float, int]:
+    """Returns h of all discrete noise, and the number of noised coordinates of vectors."""
+    h = math.fsum(
         discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
         for spec, steps in parts
     )
-
-
-def _dense_draws(parts: Sequence[Part]) -> int:
-    return sum(steps * spec.dense_draws for spec, steps in parts)
+    return h, sum(steps * spec.dense_draws for spec, steps in parts)
 
 
 def selection_event(parts: Sequence[Part], trials: TrialCount) -> DpEvent:
-    """The event of "run the steps K times, release the best", for the RDP accountant.
+    """Returns the event of "run the steps K times, release the best", for the RDP accountant.
+
+    It has room for noise on a grid.
 
     Args:
       parts: the steps of one trial by kind, for that accountant.
       trials: distribution of K.
-
-    Returns:
-      It, with room for noise on a grid.
     """
     import dp_accounting as dp
     from dp_accounting.dp_event import RepeatAndSelectDpEvent, ZCDpEvent
 
-    xi = _slack(parts) * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
+    xi = _slack(parts)[0] * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
     one = dp.ComposedDpEvent([_run_event(parts), ZCDpEvent(rho=0.0, xi=xi)])
     return RepeatAndSelectDpEvent(one, trials.mean, trials.shape)
 
 
 def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> float:
-    """Total epsilon of releasing the best of K runs of `plan` (Papernot and Steinke 2022).
+    """Returns the total epsilon of releasing the best of K runs of `plan` (Papernot and Steinke 2022).
 
     Args:
       plan: one trial; its accountant is not used.
@@ -120,7 +243,8 @@ def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> fl
       An upper bound; infinity without noise.
 
     Raises:
-      ValueError: delta out of (0, 1), or what `run_event` refuses.
+      ValueError: delta out of (0, 1), a plan that extends another, or one for which the RDP accountant
+        has no sound event; the message says what to use instead.
     """
     _refuse_extended([plan])
     if not plan.private:
@@ -128,13 +252,13 @@ def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> fl
     return _selection_epsilon(_parts([plan], "rdp"), trials, delta)
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def _selection_epsilon(parts: tuple[Part, ...], trials: TrialCount, delta: float) -> float:
     if not 0 < delta < 1:
         raise ValueError(
             f"delta={delta} must lie in (0, 1): private selection has no pure epsilon."
         )
-    accountant, draws = rdp_accountant(library_relation(parts[0][0])), _dense_draws(parts)
+    accountant, (_, draws) = rdp_accountant(library_relation(parts[0][0])), _slack(parts)
     accountant.compose(selection_event(parts, trials))
     epsilon = float(accountant.get_epsilon(delta * (DENSE_DELTA if draws else 1.0)))
     return epsilon + 2 * dense_slack(trials.most * draws, epsilon, delta)
@@ -143,7 +267,7 @@ def _selection_epsilon(parts: tuple[Part, ...], trials: TrialCount, delta: float
 def calibrate_selection(
     plan: PrivacyPlan, trials: TrialCount, *, epsilon: float, delta: float
 ) -> PrivacyPlan:
-    """The same run under the RDP accountant, its noise the smallest whose *total* keeps to epsilon.
+    """Returns the run under the RDP accountant, its noise the smallest whose *total* keeps to epsilon.
 
     Guarantee: `selection_epsilon(calibrate_selection(...), trials, delta) <= epsilon`.
 
@@ -152,9 +276,6 @@ def calibrate_selection(
       trials: distribution of K.
       epsilon: target > 0 of the whole search.
       delta: in (0, 1).
-
-    Returns:
-      A new plan.
 
     Raises:
       ValueError: no noise reaches the target, or what `selection_epsilon` refuses.
@@ -170,36 +291,19 @@ def calibrate_selection(
     return plan
 
 
-def _refuse_extended(plans: Sequence[PrivacyPlan]) -> None:
-    if any(plan.after for plan in plans):
-        raise ValueError(
-            "a run that extends another is not accounted together with a search for its settings: "
-            "search from the base model, or fix the settings (tuning='none')."
-        )
-
-
 def with_noise(plan: PrivacyPlan, noise_multiplier: float) -> PrivacyPlan:
-    """A copy of a plan with another noise multiplier.
-
-    Args:
-      plan: of a private mechanism. The noise on an adaptive clip's count is raised to the multiplier
-        where it is less: more would be needed for the count than for the whole step.
-      noise_multiplier: sigma.
-
-    Returns:
-      The new plan.
-    """
-    mechanism: Any = plan.mechanism
-    changed: dict[str, float] = {"noise_multiplier": noise_multiplier}
-    if (count_noise := getattr(mechanism, "clip_count_noise", None)) is not None:
-        changed["clip_count_noise"] = max(count_noise, noise_multiplier)
-    return replace(plan, mechanism=replace(mechanism, **changed))
+    """Returns a copy of a plan, of a private mechanism, with another noise multiplier."""
+    mechanism, changed = plan.mechanism, {"noise_multiplier": noise_multiplier}
+    if isinstance(mechanism, AdaptiveClipping):
+        # With less on the count, the count would need more than the whole step.
+        changed["clip_count_noise"] = max(mechanism.clip_count_noise, noise_multiplier)
+    return replace(plan, mechanism=replace(mechanism, **changed))  # type: ignore[arg-type]
 
 
 def _smallest_noise(
     plan: PrivacyPlan, spent: Callable[[float], float], epsilon: float, delta: float
 ) -> float:
-    """The smallest multiplier with spent(sigma) <= epsilon, to 4e-4; `plan` gives the size of it."""
+    """Returns the smallest multiplier with spent(sigma) <= epsilon, to 4e-4."""
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ValueError(f"target_epsilon={epsilon} must be finite and positive.")
     start = 1.5 * plan.calibrate(epsilon=epsilon, delta=delta).spec.noise_multiplier
@@ -210,7 +314,7 @@ def _smallest_noise(
 
 
 def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
-    """Epsilon at `delta` of releasing every run of `plans`, an upper bound.
+    """Returns epsilon at `delta` of releasing every run of `plans`, an upper bound.
 
     Runs with the same step are one longer run. Different ones are composed by the RDP
     accountant where it knows all of them, else by the PLD accountant.
@@ -236,50 +340,43 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     constant = all(plan.equal_steps for plan in plans)
     if constant and all(step_event(plan.spec) == step_event(plans[0].spec) for plan in plans):
         return _as_one_run(plans).epsilon(delta)
-    parts = _parts(plans, plans[0].accountant)
-    h, draws = _slack(parts), _dense_draws(parts)
+    h, draws = _slack(_parts(plans, plans[0].accountant))
     share = DENSE_DELTA if draws else 1.0
     epsilon = _accounted(plans, share * delta * math.exp(-h)) + 2 * h
     return epsilon + 2 * dense_slack(draws, epsilon, delta)
 
 
 def _as_one_run(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
-    """T1 + T2 + ... steps; the plan with the most directions has the most discrete noise."""
+    """Returns one run of T1 + T2 + ... steps."""
+    # the plan with the most directions has the most discrete noise
     largest = max(plans, key=lambda plan: (plan.spec.num_directions, plan.spec.dense_draws))
     steps = sum(plan.steps for plan in plans)
     return replace(largest, steps=steps, noise_schedule=None, clip_schedule=None)
 
 
 def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
-    """Epsilon of different events under one accountant that knows them all."""
+    """Returns epsilon of different events under one accountant that knows them all."""
     from dp_accounting import pld
 
+    gaussian = all(plan.spec.distribution == "gaussian" for plan in plans)
     relation = library_relation(plans[0].spec)
-    name = _common_accountant(plans)
-    accountant: Any = (
-        rdp_accountant(relation)
-        if name == "rdp"
-        else pld.PLDAccountant(relation, value_discretization_interval=1e-4)
-    )
-    accountant.compose(_run_event(_parts(plans, name)))
+    if gaussian and all(_knows("rdp", plan) for plan in plans):
+        accountant, parts = rdp_accountant(relation), _parts(plans, "rdp")
+    elif gaussian and all(_knows("pld", plan) for plan in plans):
+        accountant = pld.PLDAccountant(relation, value_discretization_interval=1e-4)
+        parts = _parts(plans, "pld")
+    else:
+        raise ValueError(
+            "the grid's runs differ in sampling or noise in a way that no one accountant composes here; "
+            "sweep settings that leave the step's event alone (learning_rate, clip, smoothing, "
+            "num_directions, ...), or sweep the others one by one."
+        )
+    accountant.compose(_run_event(parts))
     return float(accountant.get_epsilon(delta))
 
 
-def _common_accountant(plans: Sequence[PrivacyPlan]) -> Accountant:
-    gaussian = all(plan.spec.distribution == "gaussian" for plan in plans)
-    if gaussian and all(_knows("rdp", plan) for plan in plans):
-        return "rdp"
-    if gaussian and all(_knows("pld", plan) for plan in plans):
-        return "pld"
-    raise ValueError(
-        "the grid's runs differ in sampling or noise in a way that no one accountant composes here; "
-        "sweep settings that leave the step's event alone (learning_rate, clip, smoothing, "
-        "num_directions, ...), or sweep the others one by one."
-    )
-
-
 def _knows(accountant: Accountant, plan: PrivacyPlan) -> bool:
-    """Whether `accountant` itself reads the plan's event; truncation has its own two sizes."""
+    """Says whether `accountant` itself reads the plan's event; truncation has its own two sizes."""
     if plan.spec.sampling == "truncated_poisson":
         return False
     try:
@@ -292,7 +389,7 @@ def _knows(accountant: Accountant, plan: PrivacyPlan) -> bool:
 def calibrate_composed(
     plans: Sequence[PrivacyPlan], *, epsilon: float, delta: float
 ) -> list[PrivacyPlan]:
-    """The same runs under one noise multiplier, the smallest whose composition keeps to epsilon.
+    """Returns the runs under one noise multiplier, the smallest whose composition keeps to epsilon.
 
     Guarantee: `composed_epsilon(calibrate_composed(...), delta) <= epsilon`.
 
@@ -300,9 +397,6 @@ def calibrate_composed(
       plans: the runs, at least one.
       epsilon: target > 0 of all of them together.
       delta: in (0, 1).
-
-    Returns:
-      The new plans, in order.
     """
 
     def spent(sigma: float) -> float:
@@ -324,16 +418,13 @@ _ENTRIES = {
 def selection_entry(
     plan: PrivacyPlan, trials: TrialCount, swept: Sequence[str], delta: float
 ) -> dict[str, Any]:
-    """What a report says of a run that was chosen by private selection.
+    """Returns what a report says of a run that private selection chose, JSON-safe for `total_epsilon`.
 
     Args:
       plan: of the run.
       trials: distribution of the number of runs.
       swept: names of the settings that were searched.
       delta: of the report.
-
-    Returns:
-      JSON-safe; `total_epsilon` reads it.
     """
     values = {
         "law": trials.name,
@@ -346,14 +437,11 @@ def selection_entry(
 
 
 def composition_entry(plans: Sequence[PrivacyPlan], swept: Sequence[str]) -> dict[str, Any]:
-    """What a report says of a run among others that are all accounted.
+    """Returns what a report says of a run among others that are all accounted, for `total_epsilon`.
 
     Args:
       plans: of all runs.
       swept: names of the settings that were searched.
-
-    Returns:
-      JSON-safe; `total_epsilon` reads it.
     """
     counted: list[dict[str, Any]] = []
     for plan in plans:
@@ -384,7 +472,7 @@ def check_tuning(tuning: Any) -> None:
 
 
 def total_epsilon(plan: PrivacyPlan, tuning: Any, delta: float) -> float:
-    """Epsilon of a whole run with the search for its settings that a report's entry describes.
+    """Returns epsilon of a whole run with the search for its settings that a report's entry describes.
 
     Args:
       plan: of the run.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from hf_dpzero.privacy.described import check_count
 from hf_dpzero.privacy.discretization import finite_rows, on_grid
 from hf_dpzero.privacy.mechanisms.scalar import ScalarMechanism
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEY_BYTES = 32
+
+AVERAGED_CAVEAT = (
+    "clipping='averaged' moves a group's mean by up to 2C, so the accounting uses half of the stated "
+    "noise multiplier"
+)
+"""What the noise multiplier of averaged clipping means; for the report."""
 
 
 class KeyedGroups:
@@ -35,7 +42,7 @@ class KeyedGroups:
     clip_groups: int = 1
 
     def group_of(self, indices: Sequence[int] | np.ndarray, key: bytes) -> np.ndarray:
-        """The group of each example, in 0..k-1: int64, a function of its index and the key.
+        """Returns the group of each example, in 0..k-1: a function of its index and the key.
 
         Args:
           indices: positions in the data set, [B].
@@ -86,7 +93,7 @@ class AveragedScalarMechanism(ScalarMechanism, KeyedGroups):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_count("clip_groups")
+        check_count("clip_groups", self.clip_groups)
         if self.distribution != "gaussian":
             raise ValueError(
                 f"distribution={self.distribution!r} with averaged clipping: use 'gaussian'."
@@ -94,17 +101,11 @@ class AveragedScalarMechanism(ScalarMechanism, KeyedGroups):
 
     @property
     def divisor(self) -> float:
-        """k."""
         return float(self.clip_groups)
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What averaged clipping's multiplier means."""
-        return (
-            *super().caveats,
-            "clipping='averaged' moves a group's mean by up to 2C, so the accounting uses half of the "
-            "stated noise multiplier",
-        )
+        return (*super().caveats, AVERAGED_CAVEAT)
 
     def clip_sum(self, x: Tensor, groups: Sequence[int] = ()) -> list[int]:
         """Averages the rows of each group, clips each mean to norm `radius` and sums, exactly.

@@ -54,11 +54,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
+from hf_dpzero.privacy.described import check_count
 from hf_dpzero.privacy.discretization import GRID_BITS, finite_rows, float32s
 from hf_dpzero.privacy.mechanisms.base import (
     DISPLACEMENT,
@@ -136,12 +137,12 @@ class AdaptiveClipping(NoisedSum):
 
     @property
     def count_multiplier(self) -> float:
-        """2 sigma_b: noise on the count over the 1/2 by which an example moves it."""
+        """Returns 2 sigma_b: noise on the count over the 1/2 by which an example moves it."""
         return 2.0 * self.clip_count_noise if self.private else 0.0
 
     @property
     def sum_multiplier(self) -> float:
-        """z_d = (z^-2 - (2 sigma_b)^-2)^(-1/2), rounded up: noise on the sum over C.
+        """Returns z_d = (z^-2 - (2 sigma_b)^-2)^(-1/2), rounded up: noise on the sum over C.
 
         >>> m = AdaptiveScalarMechanism(
         ...     clip=1.0, noise_multiplier=3.0, expected_batch_size=100, clip_count_noise=2.5
@@ -156,18 +157,15 @@ class AdaptiveClipping(NoisedSum):
 
     @property
     def noise_scale(self) -> float:
-        """Standard deviation of the noise on the sum, z_d * C."""
+        """Returns the standard deviation of the noise on the sum, z_d * C."""
         return self.sum_multiplier * self.clip
 
     def after_fractions(self: A, total: float, steps: int) -> A:
-        """The mechanism of the step that follows earlier releases; call it on the run's mechanism.
+        """Returns the mechanism of the step after earlier releases; call it on the run's mechanism.
 
         Args:
           total: sum of their fractions, correctly rounded, so that the order of additions is no matter.
           steps: their number.
-
-        Returns:
-          This mechanism with the clip of that step.
         """
         exponent = -self.clip_learning_rate * (total - steps * self.clip_quantile)
         least, most = math.log(MIN_CLIP_CHANGE), math.log(MAX_CLIP_CHANGE)
@@ -175,14 +173,14 @@ class AdaptiveClipping(NoisedSum):
         return replace(self, clip=min(max(moved, 1 / MAX_CLIP), MAX_CLIP))
 
     def _count_of(self, norms: np.ndarray, finite: np.ndarray) -> int:
-        """sum_i (b_i - 1/2) / (1 + 2^-6) over finite examples, in units of 2^-31, each truncated."""
+        """Sums (b_i - 1/2) / (1 + 2^-6) over finite examples, in units of 2^-31, each truncated."""
         shares = np.minimum(norms[finite], 2 * self.clip) / self.clip
         half = np.clip(2 * (1 - shares), -0.5, 0.5)
         integers = np.trunc(np.ldexp(half / (1 + COUNT_DISPLACEMENT), GRID_BITS + 1))
         return int(integers.astype(np.int64).sum())
 
     def _fraction(self, count: int, step: int, noise: NoiseSource) -> float:
-        """The noised share of unclipped examples; float32, may be outside [0, 1]."""
+        """Returns the noised share of unclipped examples; float32, may be outside [0, 1]."""
         drawn = 0
         if self.private:
             scale = math.ldexp(self.count_multiplier, GRID_BITS)
@@ -212,21 +210,20 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_count("num_directions")
+        check_count("num_directions", self.num_directions)
 
     @property
     def granularity(self) -> float:
-        """The grid spacing of the sum, C * 2^-30; the count's is 2^-31."""
+        """Returns the grid spacing of the sum, C * 2^-30; the count's is 2^-31."""
         return math.ldexp(self.clip, -GRID_BITS)
 
     @property
     def values_per_release(self) -> int:
-        """K + 1: the sum and the fraction."""
+        """Returns K + 1: the sum and the fraction."""
         return self.num_directions + 1
 
     @property
     def noise_draws(self) -> int:
-        """K + 1."""
         return self.num_directions + 1
 
     @property
@@ -239,7 +236,7 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
         )
 
     def clip_sum(self, x: Tensor) -> list[int]:
-        """K integers of the clipped sum in units of `granularity`, then the count's in 2^-31.
+        """Returns K integers of the clipped sum in units of `granularity`, then the count's in 2^-31.
 
         Args:
           x: [B, K] finite differences. B = 0 gives zeros; a row with NaN or infinity moves neither.
@@ -258,7 +255,7 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
         return [*self._sum.clip_sum(x), self._count_of(norms, finite)]
 
     def release(self, total: Sequence[int], step: int, noise: NoiseSource) -> tuple[float, ...]:
-        """K noised means and the noised fraction of unclipped examples.
+        """Returns K noised means and the noised fraction of unclipped examples.
 
         Args:
           total: K + 1 integers, summed over all processes and microbatches of the step.
@@ -287,11 +284,11 @@ class AdaptiveGradientMechanism(AdaptiveClipping, DenseNoise):
     clipping: ClassVar[str] = "adaptive"
 
     def weights(self, norms: Tensor) -> Tensor:
-        """min(1, radius / norm), 0 where the norm is not finite; float32, see `clip_factors`."""
+        """Returns min(1, radius / norm), 0 where the norm is not finite; float32: `clip_factors`."""
         return clip_factors(norms, self.radius)
 
     def count(self, norms: Tensor) -> list[int]:
-        """sum_i (b_i - 1/2) / (1 + 2^-6) in units of 2^-31, one integer: add it up over processes.
+        """Returns sum_i (b_i - 1/2) / (1 + 2^-6) in units of 2^-31: add it up over processes.
 
         Args:
           norms: un-noised L2 norms [B]; one that is not finite moves nothing.
@@ -330,6 +327,14 @@ class AdaptiveDPAdamW(AdaptiveGradientMechanism):
     name: ClassVar[str] = "dp-adamw-adaptive"
 
 
+class Released(Protocol):
+    """What a step wrote to the ledger."""
+
+    @property
+    def values(self) -> Sequence[float]:
+        """Returns the step's numbers, the mechanism's own first."""
+
+
 class MechanismSchedule(Generic[M]):
     """The mechanism of each step of a run: the plan's for that step, its clip adapted to the releases.
 
@@ -344,8 +349,8 @@ class MechanismSchedule(Generic[M]):
         self.mechanism, self.at = mechanism, at
         self._steps, self._total = 0, Fraction(0)
 
-    def after(self, releases: Sequence[Any]) -> M:
-        """The mechanism of the step that follows `releases` (with `values`), a list that only grows.
+    def after(self, releases: Sequence[Released]) -> M:
+        """Returns the mechanism of the step that follows `releases`, a list that only grows.
 
         Raises:
           ValueError: the list is shorter than it was.
@@ -361,8 +366,7 @@ class MechanismSchedule(Generic[M]):
         place = (
             getattr(scheduled, "values_per_release", 1) - 1
         )  # other numbers may follow the mechanism's own
-        self._total += sum(
-            (Fraction(r.values[place]) for r in releases[self._steps :]), Fraction(0)
-        )
+        new = releases[self._steps :]
+        self._total += sum((Fraction(r.values[place]) for r in new), Fraction(0))
         self._steps = len(releases)
         return scheduled.after_fractions(float(self._total), self._steps)

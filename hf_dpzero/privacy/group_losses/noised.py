@@ -1,5 +1,9 @@
-r"""Prefix sums of group losses with Toeplitz-correlated Gaussian noise.
+r"""Weights of groups without a cost, and from losses released with Gaussian noise.
 
+`PerStepGroups` releases each step's losses in that step's own mechanism; `base.py` has its proof.
+
+Prefix sums of group losses with Toeplitz-correlated Gaussian noise
+-------------------------------------------------------------------
 The weights of step t need sum_{s<t} g_s only, so noise is added where it cancels in these sums: with
 A = C C (A the lower-triangular ones, C the Toeplitz square root) a step releases
 
@@ -33,18 +37,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from hf_dpzero.privacy.correlated_noise.factorization import (
-    Factorization,
-    square_root,
-    toeplitz,
-)
-from hf_dpzero.privacy.correlated_noise.participation import pattern_bound
+from hf_dpzero.privacy.correlated.factorization import pattern_bound, square_root, toeplitz
 from hf_dpzero.privacy.group_losses.base import (
     BudgetedGroups,
+    GroupLosses,
     GroupPlayer,
     check_multiplier,
     check_participations,
@@ -56,9 +56,78 @@ from hf_dpzero.privacy.group_losses.base import (
 if TYPE_CHECKING:
     from hf_dpzero.privacy.events import StepSpec
     from hf_dpzero.privacy.noise import NoiseSource
+    from hf_dpzero.privacy.plan import PrivacyPlan
     from hf_dpzero.privacy.sampling import Sampler
 
 ROOM, MOST = 1.0 + 2.0**-10, 2.0**41
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancedGroups(GroupLosses):
+    """y = 1/m in every step: groups count alike. Nothing is released, nothing is paid."""
+
+    name: ClassVar[str] = "balanced"
+
+    @property
+    def num_values(self) -> int:
+        return 0
+
+    def player(self, plan: PrivacyPlan) -> GroupPlayer:
+        return _Balanced(self.num_groups)
+
+
+class _Balanced(GroupPlayer):
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups
+
+    def begin(self, new: Sequence[Sequence[float]], noise: NoiseSource) -> np.ndarray:
+        return np.full(self.num_groups, 1 / self.num_groups)
+
+    def end(
+        self, total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
+    ) -> tuple[float, ...]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerStepGroups(BudgetedGroups):
+    """g with independent Gaussian noise in every step, in one mechanism with the weights' part.
+
+    Guarantee: with z_w the weights' multiplier, g receives z_g = z_w sqrt((1-s)/s), and both together
+    are one Gaussian mechanism of multiplier z_w sqrt(1-s); see the module's docstring.
+    """
+
+    name: ClassVar[str] = "per_step"
+    joint: ClassVar[bool] = True
+
+    @property
+    def kept(self) -> float:
+        # sqrt(1 - s), rounded down
+        return math.sqrt(1 - self.budget) * (1 - 2.0**-45)
+
+    def multiplier(self, weights: float) -> float:
+        """Returns z_g for the weights' multiplier; 0 for 0."""
+        return check_multiplier(weights / math.sqrt(self.odds)) if weights else 0.0
+
+    def player(self, plan: PrivacyPlan) -> GroupPlayer:
+        return _PerStep(self, plan.sampler.expected_batch_size, plan.steps)
+
+
+class _PerStep(GroupPlayer):
+    def __init__(self, losses: PerStepGroups, batch_size: float, steps: int) -> None:
+        self.losses = losses
+        self._batch, self._steps = batch_size, steps
+        self._sums = np.zeros(losses.num_groups)
+
+    def begin(self, new: Sequence[Sequence[float]], noise: NoiseSource) -> np.ndarray:
+        for values in new:  # one after the other, also where a run resumes: sums round alike
+            self._sums = self._sums + np.asarray(values, dtype=np.float64)
+        return self.losses.softmax(self._sums, self._batch, self._steps)
+
+    def end(
+        self, total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
+    ) -> tuple[float, ...]:
+        return noised(total, self.losses.multiplier(multiplier), step, noise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,32 +137,30 @@ class PrefixSumGroups(BudgetedGroups):
     name: ClassVar[str] = "prefix_sum"
 
     def multiplier(self, weights: float, participations: int) -> float:
-        """z_g for the weights' part's multiplier and E; 0 for 0."""
+        """Returns z_g for the weights' part's multiplier and E; 0 for 0."""
         if not weights:
             return 0.0
         return check_multiplier(weights / math.sqrt(self.odds * participations))
 
     def sensitivity(self, sampler: Sampler, steps: int, count: int | None = None) -> float:
-        """Of C V under add-or-remove, after `count` of T steps (default all): S."""
+        """Returns that of C V under add-or-remove, after `count` of T steps (default all): S."""
         released = steps if count is None else count
         return _sensitivity(steps, period(sampler), released)
 
-    def check(self, plan: Any) -> None:
-        """As in the base class; refuses batches that an example may be in at any step."""
+    def check(self, plan: PrivacyPlan) -> None:
         super().check(plan)
         check_participations(self, plan)
         n, often = plan.sampler.num_examples, passes(plan.sampler, plan.steps)
         if plan.steps**1.5 * n * often > MOST:
             raise ValueError(
                 f"group_weights='prefix_sum' with {plan.steps} steps on {n} examples: float64 sums of "
-                "so many "
-                "are not covered by the proof; use group_weights='per_step', or fewer steps."
+                "so many are not covered by the proof; use group_weights='per_step', or fewer steps."
             )
 
     def parts(
         self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int
     ) -> tuple[tuple[StepSpec, int], ...]:
-        """One Gaussian event; of a part of the run with the sensitivity that this part has."""
+        # One Gaussian event; of a part of the run with the sensitivity that this part has.
         z = self.multiplier(multiplier, passes(sampler, steps))
         z *= self.sensitivity(sampler, steps) / self.sensitivity(sampler, steps, count)
         event = replace(
@@ -101,14 +168,13 @@ class PrefixSumGroups(BudgetedGroups):
         )
         return ((event, 1),)
 
-    def player(self, plan: Any) -> GroupPlayer:
-        """One that remembers the sums of all steps."""
+    def player(self, plan: PrivacyPlan) -> GroupPlayer:
         return _PrefixSums(self, plan.sampler, plan.steps)
 
 
 class _PrefixSums(GroupPlayer):
     def __init__(self, losses: PrefixSumGroups, sampler: Sampler, steps: int) -> None:
-        self.losses: PrefixSumGroups = losses
+        self.losses = losses
         self._sampler, self._steps = sampler, steps
         self._column = square_root(steps)
         self._sums: list[list[int]] = []  # V, private
@@ -132,11 +198,6 @@ class _PrefixSums(GroupPlayer):
         return noised([round(v) for v in row.tolist()], z * self._sensitivity, step, noise)
 
 
-@lru_cache(maxsize=16)
-def _toeplitz(steps: int) -> Factorization:
-    return toeplitz(steps)
-
-
 @lru_cache(maxsize=256)
 def _sensitivity(steps: int, period: int, count: int) -> float:
-    return math.sqrt(pattern_bound(_toeplitz(steps), np.arange(0, count, period), count))
+    return math.sqrt(pattern_bound(toeplitz(steps), np.arange(0, count, period), count))

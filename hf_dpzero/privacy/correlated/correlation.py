@@ -1,9 +1,10 @@
-"""A run with correlated noise as its accountant sees it: one Gaussian mechanism on C G.
+"""Which correlation the noise of a run has, and the run as its accountant sees it: one Gaussian on C G.
 
 All steps together release C G + Z times constants, so the run is ONE event. With noise multiplier
 sigma the draws Z have deviation sigma S C_clip, where S is the sensitivity of C G in clipping norms with
-the participation of the fixed batches (`participation.py`); so the event's multiplier is sigma, for
-whatever factorisation. A run that stops early releases the first rows, whose sensitivity is smaller.
+the participation of the fixed batches (`factorization.epoch_sensitivity`); so the event's multiplier is
+sigma, for whatever factorisation. A run that stops early releases the first rows, whose sensitivity is
+smaller.
 
 The sampler must be `FixedBatchesSampler`: an example that is drawn at random may take part in any
 steps, and no amplification by sampling is claimed for noise that is not independent over steps.
@@ -11,12 +12,17 @@ steps, and no amplification by sampling is claimed for noise that is not indepen
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.privacy.correlated import factorization as factorizations
+from hf_dpzero.privacy.correlated.factorization import Factorization, epoch_sensitivity
 from hf_dpzero.privacy.discretization import correlated_draws
-from hf_dpzero.privacy.mechanisms.adaptive_clipping import AdaptiveClipping
+from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping
 from hf_dpzero.privacy.mechanisms.base import NotNoised
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
 
@@ -24,8 +30,92 @@ if TYPE_CHECKING:
     from hf_dpzero.privacy.events import StepSpec
     from hf_dpzero.privacy.plan import PrivacyPlan
 
+KINDS = ("independent", "toeplitz", "banded", "optimized", "tree")
+"""What `Correlation.kind` may be."""
+
 METHODS = ("dp-sgd", "dp-adamw", "dpzero")
 """Mechanisms whose noise may be correlated over steps; dpzero's where directions are held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correlation:
+    """How the noise of a step depends on that of earlier steps.
+
+    Attributes:
+      kind: a factorisation of `factorization.py`; "independent" is the noise of DP-SGD.
+      bands: of "banded": draws that a step's noise is made of; 0 elsewhere.
+      restart: steps after which noise begins anew; 0 for never.
+
+    Raises:
+      ValueError: an unknown kind, bands where there are none or none where there must be some.
+    """
+
+    kind: str = "banded"
+    bands: int = 0
+    restart: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"noise_correlation={self.kind!r} is unknown; use one of {KINDS}.")
+        if (self.kind == "banded") != (self.bands > 0):
+            raise ValueError(
+                f"noise_bands={self.bands} with noise_correlation={self.kind!r}: give at least 1 for "
+                "'banded', and none for the others."
+            )
+        if self.restart < 0:
+            raise ValueError(f"restart={self.restart} must be at least 0.")
+
+    def factorization(self, steps: int) -> Factorization:
+        """Returns A = B C for a run of so many steps; the same object for the same arguments."""
+        return _factorization(self, steps)
+
+    def sensitivity(self, steps: int, steps_per_epoch: int, count: int | None = None) -> float:
+        """Returns that of the first `count` steps (default all), in clipping norms, under add-or-remove.
+
+        Args:
+          steps: R of the run.
+          steps_per_epoch: an example takes part in every such step.
+          count: 0 <= count <= steps.
+        """
+        return epoch_sensitivity(self.factorization(steps), steps_per_epoch, count)
+
+    def words(self) -> str:
+        """Describes it in a few words, for reports.
+
+        >>> Correlation(kind="banded", bands=32).words()
+        'banded, each noise made of the last 32 draws'
+        """
+        made_of = {
+            "independent": "independent, one draw a step",
+            "toeplitz": "Toeplitz square root, each noise made of all draws so far",
+            "banded": f"banded, each noise made of the last {self.bands} draws",
+            "optimized": "optimized factorization, each noise made of all draws so far",
+            "tree": "binary tree",
+        }
+        anew = f", anew every {self.restart} steps" if self.restart else ""
+        return made_of[self.kind] + anew
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields, JSON-safe; `correlation_from_dict` is the inverse."""
+        return dataclasses.asdict(self)
+
+
+def correlation_from_dict(values: Mapping[str, Any]) -> Correlation:
+    """Reads what `to_dict` described; unknown keys are errors."""
+    known = {field.name for field in dataclasses.fields(Correlation)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"a correlation has no fields {unknown}; it has {sorted(known)}.")
+    return Correlation(**values)
+
+
+@lru_cache(maxsize=32)
+def _factorization(correlation: Correlation, steps: int) -> Factorization:
+    size = min(steps, correlation.restart or steps)
+    if correlation.kind == "banded":
+        block = factorizations.banded(size, correlation.bands)
+    else:
+        block = getattr(factorizations, correlation.kind)(size)
+    return block if size == steps else factorizations.Restarted(block, steps)
 
 
 def check_correlated(plan: PrivacyPlan) -> None:
@@ -42,15 +132,8 @@ def check_correlated(plan: PrivacyPlan) -> None:
         )
     if plan.correlation is None:
         return
-    for applies, message in _refusals(plan, fixed):
-        if applies:
-            raise ValueError(f"noise_correlation={plan.correlation.kind!r} {message}")
-
-
-def _refusals(plan: PrivacyPlan, fixed: bool) -> list[tuple[bool, str]]:
-    mechanism: Any = plan.mechanism
-    assert plan.correlation is not None
-    return [
+    mechanism = plan.mechanism
+    refusals = [
         (
             isinstance(mechanism, NotNoised),
             f"with method {mechanism.name!r} and no noise: there is nothing to correlate. Leave it out.",
@@ -94,16 +177,19 @@ def _refusals(plan: PrivacyPlan, fixed: bool) -> list[tuple[bool, str]]:
             "with accountant='advanced_composition', which knows equal steps: use accountant='pld'.",
         ),
     ]
+    for applies, message in refusals:
+        if applies:
+            raise ValueError(f"noise_correlation={plan.correlation.kind!r} {message}")
 
 
 def sensitivity(plan: PrivacyPlan, count: int | None = None) -> float:
-    """S of the first `count` steps (default all), in clipping norms under add-or-remove."""
+    """Returns S of the first `count` steps (default all), in clipping norms under add-or-remove."""
     assert plan.correlation is not None and isinstance(plan.sampler, FixedBatchesSampler)
     return plan.correlation.sensitivity(plan.steps, plan.sampler.batches, count)
 
 
 def step_deviation(plan: PrivacyPlan) -> float:
-    """Largest deviation of a step's noise on the sum, in sigma C; 1 for independent noise."""
+    """Returns the largest deviation of a step's noise on the sum, in sigma C."""
     if plan.correlation is None:
         return 1.0
     factorization = plan.correlation.factorization(plan.steps)
@@ -111,7 +197,7 @@ def step_deviation(plan: PrivacyPlan) -> float:
 
 
 def run_deviation(plan: PrivacyPlan) -> float:
-    """Deviation of the noise in the sum of all steps, in sigma C; root of T for independent noise."""
+    """Returns the deviation of the noise in the sum of all steps, in sigma C; else root of T."""
     if plan.correlation is None:
         return math.sqrt(plan.steps)
     variances = plan.correlation.factorization(plan.steps).prefix_variances
@@ -119,7 +205,7 @@ def run_deviation(plan: PrivacyPlan) -> float:
 
 
 def gain_against_independent(plan: PrivacyPlan) -> float:
-    """Mean noise variance of sums over steps 0..r under independent noise, over that of the plan's.
+    """Returns the mean noise variance of sums over steps 0..r under independent noise, over the plan's.
 
     Both on the plan's fixed batches, at the same epsilon. It says what reaches weights that plain SGD
     moves at a constant rate; below 1 the correlation does harm.
@@ -131,7 +217,7 @@ def gain_against_independent(plan: PrivacyPlan) -> float:
 
 
 def fixed_batches_part(plan: PrivacyPlan, step: StepSpec) -> StepSpec:
-    """What fixed batches are to the accountant: a full batch, once an epoch or, correlated, once a run.
+    """Returns what fixed batches are to the accountant: a full batch an epoch; correlated, a run.
 
     With independent noise an example is in one step of an epoch, and the other steps are functions of
     the past and of other examples.
@@ -158,7 +244,7 @@ def fixed_batches_part(plan: PrivacyPlan, step: StepSpec) -> StepSpec:
 
 
 def prefix_part(plan: PrivacyPlan, whole: StepSpec, count: int) -> StepSpec:
-    """The first `count` steps: the same draws over a sensitivity that is no larger."""
+    """Returns the first `count` steps: the same draws over a sensitivity that is no larger."""
     if count == plan.steps:
         return whole
     ratio = sensitivity(plan) / sensitivity(plan, count)

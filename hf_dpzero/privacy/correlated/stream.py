@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hf_dpzero.privacy.correlated_noise.matrices import Factorization, groups_of
+from hf_dpzero.privacy.correlated.matrices import Factorization, groups_of
 from hf_dpzero.privacy.noise import Distribution, NoiseSource, SecureNoise, normal_quantiles
 
 KEY_BYTES = 32
@@ -32,7 +32,7 @@ _Group = tuple[list[int], np.ndarray]
 
 
 def new_noise_key() -> bytes:
-    """32 bytes of operating-system entropy."""
+    """Draws 32 bytes of operating-system entropy."""
     return os.urandom(KEY_BYTES)
 
 
@@ -64,7 +64,6 @@ class KeyedNoise(NoiseSource):
             )
 
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
-        """As in the base class, the same for the same arguments."""
         key = next(key for first, key in reversed(self.keys) if first <= step)
         address = key + step.to_bytes(8, "little") + part.to_bytes(8, "little")
 
@@ -76,7 +75,7 @@ class KeyedNoise(NoiseSource):
         return normal_quantiles(words(size, b"normals"), words)
 
     def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
-        """As in the base class: from fresh entropy, never from the key."""
+        # from fresh entropy, never from the key
         return SecureNoise().laplaces(size, step, part)
 
     def _integers(
@@ -128,7 +127,7 @@ class CorrelatedNoise(NoiseSource):
         self._parts: dict[int, _Draws] = {}
 
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
-        """Row `step` of C^{-1} Z, float64 [size]; the same for the same arguments.
+        """Returns row `step` of C^{-1} Z, float64 [size]; the same for the same arguments.
 
         Error: each draw is within 2^-46 of an exactly normal one, and sums are in float64, over the
         groups of `matrices.groups_of` (`discretization.correlated_draws` counts that in).
@@ -155,7 +154,7 @@ class CorrelatedNoise(NoiseSource):
         return total
 
     def _groups(self, step: int) -> tuple[list[_Group], list[_Group]]:
-        """The groups of a row but its newest draw, in order: those of age `AHEAD` on, and the rest."""
+        """Returns the groups of a row but its newest draw: those of age `AHEAD` on; the rest."""
         row = self.factorization.noise_row(step)
         count = len(row.draws)
         older: list[_Group] = []
@@ -166,7 +165,7 @@ class CorrelatedNoise(NoiseSource):
         return older, rest
 
     def _older(self, draws: _Draws, step: int, drawn: Callable[[int], np.ndarray]) -> np.ndarray:
-        """The sum of a step's older draws; if they are held, those of the next steps with it."""
+        """Sums a step's older draws; if they are held, those of the next steps with it."""
         draws.ahead.clear()
         last = min(step + AHEAD, self.factorization.rounds)
         jobs = [self._groups(later)[0] for later in range(step, last)]
@@ -182,7 +181,7 @@ class CorrelatedNoise(NoiseSource):
         return total
 
     def dither(self, size: int, step: int, part: int) -> np.ndarray | None:
-        """Laplace draws of the base, which no other step has."""
+        # of the base: Laplace draws that no other step has
         return self.base.laplaces(size, step, part)
 
     def _integers(
@@ -206,18 +205,10 @@ class _Draws:
         self.taken: dict[int, int] = {}
 
     def holds(self, groups: Sequence[_Group]) -> bool:
-        """Whether all their draws are held."""
         return all(draw in self.slots for some, _ in groups for draw in some)
 
     def held_sums(self, jobs: Sequence[Sequence[_Group]]) -> list[np.ndarray]:
-        """For each job the sum of its groups' sums, in order, of draws that are all held.
-
-        Args:
-          jobs: groups of (draws, weights float64 [m]) each.
-
-        Returns:
-          float64 [size] each.
-        """
+        """Returns for each job the sum of its groups' sums, in order, float64 [size]; all are held."""
         runs = [[self._runs(draws, weights) for draws, weights in groups] for groups in jobs]
         totals = [np.zeros(self.size) for _ in jobs]
         for start in range(0, self.size, BLOCK):
@@ -230,7 +221,6 @@ class _Draws:
         return totals
 
     def _runs(self, draws: list[int], weights: np.ndarray) -> list[tuple[slice, np.ndarray]]:
-        """Neighbouring rows and their weights."""
         slots = np.array([self.slots[draw] for draw in draws])
         cuts = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
         return [
@@ -241,13 +231,7 @@ class _Draws:
     def weighted(
         self, draws: list[int], weights: np.ndarray, drawn: Callable[[int], np.ndarray]
     ) -> np.ndarray:
-        """sum_i weights[i] Z[draws[i]]; draws that are not held are made again, held if there is room.
-
-        Args:
-          draws: increasing.
-          weights: float64 [m].
-          drawn: draw -> float64 [size].
-        """
+        """Returns sum_i weights[i] Z[draws[i]]; makes and puts draws that are not held."""
         total = np.zeros(self.size)
         for draw, weight in zip(draws, weights.tolist(), strict=True):
             if draw in self.slots:
@@ -259,12 +243,11 @@ class _Draws:
         return total
 
     def keep(self, draws: Sequence[int]) -> None:
-        """Lets go of all other draws."""
         for draw in self.slots.keys() - set(draws):
             del self.taken[self.slots.pop(draw)]
 
     def put(self, draw: int, values: np.ndarray) -> None:
-        """Holds a draw, if there is room."""
+        # held if there is room
         if draw in self.slots or len(self.taken) == len(self.matrix):
             return
         slot = draw % len(self.matrix)
@@ -275,6 +258,6 @@ class _Draws:
 
 
 def _sample(rounds: int) -> list[int]:
-    """Steps among which the one that needs most draws afterwards is."""
+    """Returns steps among which is the one that needs most draws afterwards."""
     powers = [2**k - 2 for k in range(1, rounds.bit_length() + 1)]
     return [step for step in {0, rounds - 2, rounds - 1, *powers} if 0 <= step < rounds]
