@@ -52,7 +52,7 @@ def step_of(checkpoint: Path) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def whole_checkpoints(output_dir: Path) -> list[Path]:
+def complete_checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints that were written to their end, oldest step first.
 
     Args:
@@ -214,7 +214,7 @@ def way_out(checkpoint: Path, trajectory: Trajectory) -> str:
     """From where a run can go on without this checkpoint, in words."""
 
     run, found = checkpoint if trajectory.path is None else trajectory.path, None
-    for path in reversed(whole_checkpoints(run.parent)):
+    for path in reversed(complete_checkpoints(run.parent)):
         with contextlib.suppress(ValueError):
             _checked(path, trajectory)
             found = path
@@ -265,7 +265,7 @@ def refuse_checkpoint(run: Path, folder: Path) -> None:
         )
 
 
-def save_whole(run: Run, state: TrainerState, write: Callable[[str], None]) -> None:
+def save_checkpoint(run: Run, state: TrainerState, write: Callable[[str], None]) -> None:
     """Has a checkpoint written aside and put in place; then removes what `save_total_limit` leaves out.
 
     Guarantee: at every moment `checkpoint-N` is missing, the old one, or all of the new one, and no

@@ -38,16 +38,16 @@ from hf_dpzero.run_folder.base_model import (
 )
 from hf_dpzero.run_folder.checkpoints import (
     STATE_NAME,
+    complete_checkpoints,
     file_digest,
     load_state,
     read_state,
     way_out,
-    whole_checkpoints,
 )
 from hf_dpzero.run_folder.keys import steady_parts
 
 
-class Opened(NamedTuple):
+class RunState(NamedTuple):
     """What a run goes on with.
 
     Attributes:
@@ -81,7 +81,7 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
                 "last one in output_dir."
             )
         return resume or None
-    if whole := whole_checkpoints(Path(output_dir)):
+    if whole := complete_checkpoints(Path(output_dir)):
         return str(whole[-1])
     if not (Path(output_dir) / LEDGER_NAME).is_file():
         raise ValueError(
@@ -91,7 +91,9 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
     return None
 
 
-def open_run(run: Run, header: dict[str, Any], checkpoint: str | None, resumes: bool) -> Opened:
+def start_or_resume(
+    run: Run, header: dict[str, Any], checkpoint: str | None, resumes: bool
+) -> RunState:
     """Opens the ledger of a run, and checks that the model fits it.
 
     Args:
@@ -101,7 +103,7 @@ def open_run(run: Run, header: dict[str, Any], checkpoint: str | None, resumes: 
       resumes: False for a run that starts.
 
     Returns:
-      See `Opened`.
+      See `RunState`.
 
     Raises:
       ValueError: the model is not a base that the run may start from.
@@ -112,34 +114,34 @@ def open_run(run: Run, header: dict[str, Any], checkpoint: str | None, resumes: 
     return _resume(run, header, checkpoint) if resumes else _start(run, header)
 
 
-def _resume(run: Run, header: Mapping[str, Any], checkpoint: str | None) -> Opened:
+def _resume(run: Run, header: Mapping[str, Any], checkpoint: str | None) -> RunState:
     ledger = continue_ledger(str(run.args.output_dir), header, checkpoint)
     try:
         compare({"releases": ledger.digest()})
         check_resumed(run.plan, ledger)
         if checkpoint is not None:
-            return Opened(ledger, load_state(checkpoint, ledger), "")
+            return RunState(ledger, load_state(checkpoint, ledger), "")
         _check_replayed(run, ledger)
     except (ValueError, RankError):
         ledger.close()
         raise
-    return Opened(ledger, None, state_digest(run.model))
+    return RunState(ledger, None, state_digest(run.model))
 
 
-def _start(run: Run, header: dict[str, Any]) -> Opened:
+def _start(run: Run, header: dict[str, Any]) -> RunState:
     model = run.model
     header["base_weights"], compared = _checked_start(run)
     digest = digest_model(model)
     header["frozen_digest"] = digest_frozen(model)
     header["earlier_runs"] = run.earlier_runs
     header["forward_passes"] = forward_passes(run.shapes)
-    header["processes"] = mesh_words(run.split, run.sharded)
+    header["processes"] = mesh_words(run.mesh, run.sharded)
     if isinstance(run.plan.sampler, FixedBatchesSampler):
         parts = collectives.shared_from_main(lambda: steady_parts(run.dataset))
         header |= {} if parts is None else {"row_parts": parts}
     ledger = start_ledger(str(run.args.output_dir), header, digest)
     _keep_initial_values(run, compared, digest)
-    return Opened(ledger, None, state_digest(model))
+    return RunState(ledger, None, state_digest(model))
 
 
 def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> None:

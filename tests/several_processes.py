@@ -134,7 +134,7 @@ def train(folder: Path, world: int) -> dict[str, Any]:
             told[f"bytes {name}"] = (
                 meter.sent[1],
                 step_bytes(
-                    trainer.plan, trainer.run.args, trainer.run.split, trainer.run.sharded, count
+                    trainer.plan, trainer.run.args, trainer.run.mesh, trainer.run.sharded, count
                 ),
             )
         flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])
