@@ -65,12 +65,13 @@ SAME = {
     "one-row-passes": {"microbatch_size": 1, "num_directions": 2},
     "texts": {**_TEXTS, "num_directions": 3, **_WHOLE},
     # many shares and batches of these are empty
-    "few-rows": {**_TEXTS, "expected_batch_size": 1, "microbatch_size": 1},
-    "adaptive": {**_TEXTS, "clipping": "adaptive", "noise_schedule": "exp(gamma=0.5)"},
-    "fixed-batches": {**_TEXTS, "sampling": "fixed_batches", "smoothing_schedule": "linear(0.5)"},
+    "few-rows": {**_TEXTS, "expected_batch_size": 1, "microbatch_size": 1, "max_steps": 5},
+    "adaptive": {
+        **_TEXTS, "clipping": "adaptive", "noise_schedule": "exp(gamma=0.5)",
+        "sampling": "fixed_batches", "smoothing_schedule": "linear(0.5)",
+    },
     "averaged": {**_TEXTS, "clipping": "averaged", "clip_groups": 3},
     "dpgd": {**_TEXTS, "method": "dpgd-0th"},
-    "directions": {**_TEXTS, **_DIRECTIONS},
     "directions-half": {
         **_TEXTS, **_DIRECTIONS, "model": half, "num_directions": 3, "perturbation_strategy": "auto",
     },
@@ -108,7 +109,7 @@ def trainer_of(folder: Path, name: str, **more):
     """The trainer of a run."""
     others = {"noise": NOISE, "interrupted": INTERRUPTED}
     known = ALL.get(name) or others.get(name, _TEXTS)
-    settings = {"max_steps": 3, "eval_strategy": "no", **known, **more}
+    settings = {"max_steps": 2, "eval_strategy": "no", **known, **more}
     model = settings.pop("model", tiny_model)()
     collator = settings.pop("collator", None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

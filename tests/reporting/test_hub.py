@@ -30,7 +30,7 @@ from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.redaction import public_recipe, public_results
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import digest_weights
-from hf_dpzero.run_folder import folder as run_files
+from hf_dpzero.run_folder import keys as run_keys
 from hf_dpzero.values import parse_yaml
 
 SECRET = "7f3a-secret-of-the-run"
@@ -292,7 +292,7 @@ def test_an_older_folder_is_replaced_whole(run: Path, tmp_path: Path) -> None:
 def test_a_trained_run_ships_its_model_and_no_key(tmp_path: Path, monkeypatch: Any) -> None:
     """End to end: whatever the trainer leaves, the sampler key is not in it."""
     key = bytes(range(100, 132))
-    monkeypatch.setattr(run_files, "new_sampler_key", lambda: key)
+    monkeypatch.setattr(run_keys, "new_sampler_key", lambda: key)
     secret = {"sampler_key": None, "insecure_noise_seed": None}
     trainer = build(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1, **secret)
     trainer.train()
