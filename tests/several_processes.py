@@ -66,10 +66,8 @@ SAME = {
     "texts": {**_TEXTS, "num_directions": 3, **_WHOLE},
     # many shares and batches of these are empty
     "few-rows": {**_TEXTS, "expected_batch_size": 1, "microbatch_size": 1, "max_steps": 5},
-    "adaptive": {
-        **_TEXTS, "clipping": "adaptive", "noise_schedule": "exp(gamma=0.5)",
-        "sampling": "fixed_batches", "smoothing_schedule": "linear(0.5)",
-    },
+    "adaptive": {**_TEXTS, "clipping": "adaptive", "noise_schedule": "exp(gamma=0.5)"},
+    "fixed-batches": {**_TEXTS, "sampling": "fixed_batches", "smoothing_schedule": "linear(0.5)"},
     "averaged": {**_TEXTS, "clipping": "averaged", "clip_groups": 3},
     "dpgd": {**_TEXTS, "method": "dpgd-0th"},
     "directions-half": {
