@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, WrappedObjective
-from hf_dpzero.parallel.mesh import ALONE, Split
+from hf_dpzero.parallel.mesh import ALONE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +88,7 @@ class Run:
       sharded: whether parameters lie in parts on several processes.
       row_groups: group-robust training: the group of each row, int64 [n]; private.
       shapes: of the forward passes; None where neighbours are collated together.
-      split: which rows and directions this process takes.
+      mesh: which rows and directions this process takes.
       ledger: what was released; None until it is open.
       step_noise: what steps draw from: `noise`, or correlated noise.
       chosen: settings that were left open and chosen for this run.
@@ -122,7 +122,7 @@ class Run:
     sharded: bool = False
     row_groups: np.ndarray | None = None
     shapes: PassShapes | None = None
-    split: Split = ALONE
+    mesh: ProcessMesh = ALONE
     ledger: Trajectory | None = None
     step_noise: NoiseSource | None = None
     chosen: frozenset[str] = frozenset()
@@ -178,9 +178,9 @@ class Run:
     def expected_passes(self) -> float:
         """Microbatches that a step is expected to have on this process, by public numbers."""
         if self.shapes is None:
-            rows = self.plan.sampler.expected_batch_size / self.split.rows
+            rows = self.plan.sampler.expected_batch_size / self.mesh.rows
             return float(rows / self.args.physical_batch_size)
-        return float(self.shapes.placement.expected_passes() / self.split.rows)
+        return float(self.shapes.placement.expected_passes() / self.mesh.rows)
 
     def probe(self) -> Mapping[str, Tensor]:
         """The first and the last example, for checks whose results are not released."""

@@ -45,9 +45,9 @@ BUGS = (
         "The noised sum is divided by the secret size of the sampled batch.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_values_are_clipped_sum_plus_noise_over_expected_batch",
-        "total: list[Any] = self.split.sum_agreed(own, agreed)\n",
+        "total: list[Any] = self.mesh.sum_checked(own, batch_digest)\n",
         "object.__setattr__(mechanism, 'expected_batch_size', float(max(len(x), 1)))\n"
-        "        total: list[Any] = self.split.sum_agreed(own, agreed)\n"),
+        "        total: list[Any] = self.mesh.sum_checked(own, batch_digest)\n"),
     Bug("empty_batch_skipped",
         "An empty batch releases exact zeros, which tells that nobody was sampled.",
         "hf_dpzero/training/zeroth_order_step.py",
@@ -125,11 +125,11 @@ BUGS = (
         "The ledger's file is written after the update, so that a crash loses a paid step.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_a_step_that_cannot_be_written_down_changes_nothing",
-        "release = release_on_all(self.trajectory, step, rate, released)\n"
+        "release = release_on_all_ranks(self.trajectory, step, rate, released)\n"
         "        apply_release(self.space, self.trajectory, release, defer=self.defer)",
         "log, path = self.trajectory, self.trajectory.path\n"
         "        log.path = None\n"
-        "        release = release_on_all(log, step, rate, released)\n"
+        "        release = release_on_all_ranks(log, step, rate, released)\n"
         "        apply_release(self.space, log, release, defer=self.defer)\n"
         "        log.path = path\n"
         "        log.append(log.releases.pop())"),
@@ -155,7 +155,7 @@ BUGS = (
     Bug("wrong_shards",
         "Every process takes the first one's microbatches, so examples count twice.",
         "hf_dpzero/batches/logical_batch.py",
-        "tests/training/test_distributed.py::test_one_process_equals_several_bit_for_bit",
+        "tests/parallel/test_distributed.py::test_one_process_equals_several_bit_for_bit",
         "self.shapes.dealt(chosen, self.share, self.shares, self._entropy(step))",
         "self.shapes.dealt(chosen, 0, self.shares, self._entropy(step))"),
     Bug("vertex_range_of_one_score",
@@ -192,9 +192,8 @@ BUGS = (
         "The secret sampler key is the public direction key, so that everybody knows the batches.",
         "hf_dpzero/run_folder/keys.py",
         "tests/attacks/test_forks_and_rollbacks.py::test_two_copies_of_a_killed_run_draw_other_batches",
-        "return RunKeys(run_files.draw_sampler_key(given))",
-        "return RunKeys(run_files.draw_sampler_key(\n"
-        "            given or 2 * trainer.trajectory.header['direction_key']))"),
+        "return RunKeys(draw_sampler_key(given))",
+        "return RunKeys(draw_sampler_key(given or 2 * run.header['direction_key']))"),
     # ---- clipping
     Bug("vector_clipped_as_a_number",
         "DPGD-0th clips the finite difference and not the d-vector along the direction.",
@@ -304,7 +303,7 @@ BUGS = (
     Bug("told_before_written",
         "Other processes hear a release before the first one has written it down.",
         "hf_dpzero/parallel/collectives.py",
-        "tests/training/test_released_values.py::test_the_ledger_holds_a_release_when_others_hear_of_it",
+        "tests/parallel/test_released_values.py::test_the_ledger_holds_a_release_when_others_hear_of_it",
         "        drawn = values()\n"
         "        trajectory.append(Release(step, drawn, learning_rate))\n"
         "        return drawn\n\n"
@@ -322,13 +321,13 @@ BUGS = (
         'if not header["base_model_digest"]:'),
     Bug("checkpoint_files_unchecked",
         "A resumed run loads files of a checkpoint that were changed.",
-        "hf_dpzero/run_folder/checkpoints.py", "tests/training/test_damaged_checkpoints.py",
+        "hf_dpzero/run_folder/checkpoints.py", "tests/run_folder/test_damaged_checkpoints.py",
         "if name in expected and found[name] != expected[name]:",
         "if name in expected and not found[name]:"),
     Bug("checkpoint_of_other_releases",
         "A run goes on from weights that other releases made than its ledger holds.",
         "hf_dpzero/run_folder/checkpoints.py",
-        "tests/training/test_damaged_checkpoints.py::test_a_checkpoint_of_another_run",
+        "tests/run_folder/test_damaged_checkpoints.py::test_a_checkpoint_of_another_run",
         'if state["trajectory_digest"] != trajectory.digest(state["step"]):',
         'if state["step"] > trajectory.next_step:'),
     Bug("lost_releases_forgotten",
@@ -413,7 +412,7 @@ BUGS = (
     Bug("replicas_counted",
         "Processes that hold the same rows add them to the sums once each.",
         "hf_dpzero/parallel/mesh.py",
-        "tests/training/test_splits.py::test_every_direction_is_evaluated_by_one_part",
+        "tests/parallel/test_mesh.py::test_every_direction_is_evaluated_by_one_part",
         "return self.rank % self.directions == 0",
         "return self.rank >= 0"),
     Bug("client_forgets_its_release",

@@ -139,7 +139,7 @@ class Witness(TrainerCallback):
 
     def watch(self) -> None:
         """Has noise, ledger and checkpoints tell before and after they do something."""
-        append, save = Trajectory.append, checkpoints.save_whole
+        append, save = Trajectory.append, checkpoints.save_checkpoint
 
         def appended(log: Trajectory, release: Any) -> None:
             append(log, release)
@@ -151,7 +151,7 @@ class Witness(TrainerCallback):
             self.tell("saved")
 
         Trajectory.append = appended  # type: ignore[method-assign]
-        checkpoints.save_whole = saved
+        checkpoints.save_checkpoint = saved
         for kind in _all_kinds(MechanismBase):
             for name, place in (("release", 1), ("release_part", 2)):
                 if name in vars(kind):

@@ -28,7 +28,7 @@ class LogicalBatch(TypedDict):
     examples: list[int]  # rows of each microbatch that count; the others only fill it up
     groups: list[int]  # averaged clipping: the group of each example that counts; else empty
     row_groups: list[int]  # group-robust training: the group of each example that counts, in order
-    agreed: int  # `fingerprint` of the step and of what every process takes
+    batch_digest: int  # `fingerprint` of the step and of what every process takes
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class StepBatches(Dataset):
     ) -> LogicalBatch:
         batch = LogicalBatch(
             step=step, microbatches=[], examples=[], groups=[], row_groups=[],
-            agreed=fingerprint(step, told),
+            batch_digest=fingerprint(step, told),
         )  # fmt: skip
         for group, indices in chosen.items():
             made = self._microbatches(indices)

@@ -61,8 +61,8 @@ from hf_dpzero.objectives.losses import (
     trial,
 )
 from hf_dpzero.parallel import collectives
-from hf_dpzero.parallel.fsdp import agreed
-from hf_dpzero.parallel.mesh import split_placement
+from hf_dpzero.parallel.fsdp import assert_same_losses
+from hf_dpzero.parallel.mesh import place_on_mesh
 from hf_dpzero.privacy.mechanisms import VectorMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.run import Run
@@ -216,7 +216,7 @@ def choose_passes(run: Run) -> None:
             if sizes == (1,)
             else _placement(run, sizes, tokens)
         )
-    placement, run.split = split_placement(args, model, placement, run.sharded)
+    placement, run.mesh = place_on_mesh(args, model, placement, run.sharded)
     if shapes is not None:
         run.shapes = dataclasses.replace(shapes, placement=placement)
 
@@ -226,7 +226,7 @@ def _losses(
 ) -> Tensor:
     with isolated_randomness(seed):
         found = check_per_example(evaluate(run.model, batch), batch_size(batch)).cpu()
-        return agreed(found) if run.sharded else found
+        return assert_same_losses(found) if run.sharded else found
 
 
 def _tried_sizes(

@@ -107,7 +107,7 @@ def check_agreement(run: Run, header: Mapping[str, Any]) -> None:
     """
     if not active():
         return
-    shapes, split = run.shapes, run.split
+    shapes, split = run.shapes, run.mesh
     fixed = (
         None
         if shapes is None
@@ -135,7 +135,7 @@ def check_losses(run: Run) -> None:
 
     Args:
       run: a run whose shapes are chosen. Runs without fixed shapes, and under FSDP
-        (`sharded_runs.agreed`), pass.
+        (`fsdp.assert_same_losses`), pass.
 
     Raises:
       RankError: on all ranks; before anything is written.

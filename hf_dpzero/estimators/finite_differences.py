@@ -51,12 +51,12 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class DirectionSplit(Protocol):
-    """Shares of a step's directions; `parallel.mesh.Split` is one."""
+    """Shares of a step's directions; `parallel.mesh.ProcessMesh` is one."""
 
     def own(self, directions: Sequence[Direction]) -> Sequence[Direction]:
         """Those that are evaluated here."""
 
-    def whole(self, plus: Tensor, minus: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    def gathered(self, plus: Tensor, minus: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """Losses [B, own] of both signs -> [B, total]."""
 
 
@@ -160,7 +160,7 @@ class FiniteDifferences:
             plus, minus = self.losses(microbatches, directions)
         else:
             own = self.losses(microbatches, split.own(directions))
-            plus, minus = split.whole(*own, len(directions))
+            plus, minus = split.gathered(*own, len(directions))
         plus, minus = plus.double(), minus.double()
         return (plus - minus) / (2.0 * self.smoothing), (plus + minus).mean(dim=1) / 2
 

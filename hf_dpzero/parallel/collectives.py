@@ -135,7 +135,7 @@ AGREED_BITS = 22
 _ASKED = 40  # in the same integer, the bit above sums of that number; counts who is asked to stop
 
 
-def sum_and_agree(values: Sequence[N], agreed: int, what: str) -> list[N]:
+def sum_checked(values: Sequence[N], digest: int, what: str) -> list[N]:
     """Element-wise sums over processes, after the processes have shown that they agree on something.
 
     In the same message go a and a^2 of a 22-bit number a. With n processes n sum a^2 = (sum a)^2 only
@@ -144,7 +144,7 @@ def sum_and_agree(values: Sequence[N], agreed: int, what: str) -> list[N]:
 
     Args:
       values: integers, or floats.
-      agreed: the same on all processes; its lowest 22 bits are compared.
+      digest: the same on all processes; its lowest 22 bits are compared.
       what: it stands for, for the error.
 
     Raises:
@@ -152,7 +152,7 @@ def sum_and_agree(values: Sequence[N], agreed: int, what: str) -> list[N]:
     """
     if not active():
         return list(values)
-    own, world = agreed % (1 << AGREED_BITS), dist.get_world_size()
+    own, world = digest % (1 << AGREED_BITS), dist.get_world_size()
     sent: list[Any] = [*values, own + (stop.asked << _ASKED), own * own]
     if any(isinstance(value, float) for value in values):
         sent = list(map(float, sent))  # exact, also summed, for fewer than 2^9 processes
@@ -231,7 +231,7 @@ def numbers_of_main(make: Callable[[], Sequence[float]], count: int) -> tuple[fl
     return tuple(values.tolist())
 
 
-def release_on_all(
+def release_on_all_ranks(
     trajectory: Trajectory,
     step: int,
     learning_rate: float,

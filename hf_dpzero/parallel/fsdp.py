@@ -237,7 +237,7 @@ class Lockstep:
         return [*microbatches, *[self.idle] * (most - len(microbatches))]
 
 
-def agreed(losses: Tensor) -> Tensor:
+def assert_same_losses(losses: Tensor) -> Tensor:
     """The losses of rows that every process has evaluated; refuses processes that disagree.
 
     What the checks before training decide from them, all processes must decide alike.
@@ -282,7 +282,7 @@ def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def whole_state(model: Any, keep: bool = True) -> dict[str, Tensor]:
+def gathered_state(model: Any, keep: bool = True) -> dict[str, Tensor]:
     """`model.state_dict()` with whole tensors on the CPU, of an adapter what is saved with it.
 
     Called on all processes; a tied weight is one tensor under its names.
@@ -320,7 +320,7 @@ def _saved_with_adapter(model: Any, state: Mapping[str, Any]) -> set[str] | None
 
 
 @torch.no_grad()
-def load_whole_(model: Any, folder: str) -> None:
+def load_gathered_(model: Any, folder: str) -> None:
     """Loads a checkpoint's weights, of which each process reads its own rows.
 
     Args:

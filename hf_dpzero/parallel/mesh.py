@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.batches.placement import Placement
 from hf_dpzero.estimators.stacked import STACK_BYTES
-from hf_dpzero.parallel.collectives import active, control_group, gather_blocks, sum_and_agree
+from hf_dpzero.parallel.collectives import active, control_group, gather_blocks, sum_checked
 from hf_dpzero.privacy.mechanisms import VectorMechanism
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _OTHER_BATCH = (
 
 
 @dataclass(frozen=True)
-class Split:
+class ProcessMesh:
     """This process' place in the mesh.
 
     Attributes:
@@ -72,7 +72,7 @@ class Split:
     def own(self, directions: Sequence[T]) -> Sequence[T]:
         """This process' directions: the d-th of D runs, whose lengths differ by at most one.
 
-        >>> [list(Split(rank, 1, 2).own("abc")) for rank in (0, 1)]
+        >>> [list(ProcessMesh(rank, 1, 2).own("abc")) for rank in (0, 1)]
         [['a'], ['b', 'c']]
         """
         part = self.rank % self.directions
@@ -95,7 +95,7 @@ class Split:
         if self.directions > 1:
             self._group  # noqa: B018
 
-    def whole(self, plus: Tensor, minus: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    def gathered(self, plus: Tensor, minus: Tensor, total: int) -> tuple[Tensor, Tensor]:
         """The losses along all directions, from those along this process'.
 
         Args:
@@ -115,21 +115,21 @@ class Split:
         both = torch.cat([b[:, :, :w] for b, w in zip(blocks, widths, strict=True)], dim=2)
         return both[0], both[1]
 
-    def sum_agreed(self, values: Sequence[N], agreed: int) -> list[N]:
+    def sum_checked(self, values: Sequence[N], batch_digest: int) -> list[N]:
         """Sums over the rows of all processes, each row once, if all took part in the same step.
 
         Args:
           values: of this process' rows.
-          agreed: `batches.fingerprint` of the step.
+          batch_digest: `batches.fingerprint` of the step.
 
         Raises:
           RankError: another process has another step or batch; on all, before anything is released.
         """
         own = values if self.counts else [value * 0 for value in values]
-        return sum_and_agree(own, agreed, _OTHER_BATCH)
+        return sum_checked(own, batch_digest, _OTHER_BATCH)
 
 
-ALONE = Split()
+ALONE = ProcessMesh()
 """One process."""
 
 
@@ -164,9 +164,9 @@ def direction_shares(
     return min(d for d in meshes if work[d] <= least * (1 + 1e-9))
 
 
-def split_placement(
+def place_on_mesh(
     args: DPZeroConfig, model: nn.Module, placement: Placement, sharded: bool
-) -> tuple[Placement, Split]:
+) -> tuple[Placement, ProcessMesh]:
     """Returns the placement of a run, and its mesh.
 
     The placement is that of one process, so that losses have the same bits whatever the number of
@@ -188,21 +188,21 @@ def split_placement(
         own = dataclasses.replace(placement, repeats=shares)
         return own if own.busiest(shares) < WORTH * placement.busiest(shares) else placement
 
-    split = choose_split(args, model, lambda shares: best(shares).busiest(shares), sharded)
-    return best(split.rows), split
+    mesh = choose_mesh(args, model, lambda shares: best(shares).busiest(shares), sharded)
+    return best(mesh.rows), mesh
 
 
-def choose_split(
+def choose_mesh(
     args: DPZeroConfig, model: nn.Module, work: Callable[[int], float], sharded: bool
-) -> Split:
+) -> ProcessMesh:
     """The mesh that `direction_parallel_size` asks for, or the one that leaves the least work.
 
     Args:
-      args, model, sharded: as in `split_placement`.
+      args, model, sharded: as in `place_on_mesh`.
       work: R -> what the busiest share evaluates for one direction and sign.
 
     Raises:
-      ValueError: as in `split_placement`.
+      ValueError: as in `place_on_mesh`.
     """
     world, asked, averaged = (
         args.world_size,
@@ -210,7 +210,7 @@ def choose_split(
         args.clipping == "averaged",
     )
     if asked in (None, 1) and (args.first_order or not active()):
-        return Split(args.process_index, world)
+        return ProcessMesh(args.process_index, world)
     if args.first_order:
         raise ValueError(
             f"performance.direction_parallel_size={asked} with {args.method}, which has "
@@ -236,7 +236,7 @@ def choose_split(
         )
     may = not averaged and not sharded and not _may_stack(args, model)
     shares = asked or direction_shares(world, args.num_directions, work, may)
-    return Split(args.process_index, world // shares, shares)
+    return ProcessMesh(args.process_index, world // shares, shares)
 
 
 def _may_stack(args: DPZeroConfig, model: nn.Module) -> bool:
@@ -248,7 +248,7 @@ def _may_stack(args: DPZeroConfig, model: nn.Module) -> bool:
 
 
 def step_bytes(
-    plan: PrivacyPlan, args: DPZeroConfig, split: Split, sharded: bool, dimension: int
+    plan: PrivacyPlan, args: DPZeroConfig, mesh: ProcessMesh, sharded: bool, dimension: int
 ) -> tuple[int, int]:
     """Bytes that a process puts into collective operations in a step (see `distributed.sent_bytes`).
 
@@ -261,7 +261,7 @@ def step_bytes(
 
     Args:
       plan, args: of the run.
-      split: its mesh.
+      mesh: its processes.
       sharded: whether parameters lie in parts.
       dimension: d.
 
@@ -276,31 +276,29 @@ def step_bytes(
         fixed += 8 * (2 * groups.num_groups + groups.num_values)
     fixed += 12 * dimension if args.first_order else 4 * dimension * vector
     fixed += 8 * sharded  # the number of passes
-    shared = -(-args.num_directions // split.directions) if split.directions > 1 else 0
+    shared = -(-args.num_directions // mesh.directions) if mesh.directions > 1 else 0
     return fixed, 8 * shared
 
 
-def mesh_words(split: Split, sharded: bool) -> str:
+def mesh_words(mesh: ProcessMesh, sharded: bool) -> str:
     """How many processes run, and how they share the work, for the ledger's header and the report."""
-    if split.rows * split.directions == 1:
+    if mesh.rows * mesh.directions == 1:
         return "1"
-    shares = {"rows": split.rows, "directions": split.directions}
-    mesh = " x ".join(f"{n} shares of the {of}" for of, n in shares.items() if n > 1)
+    shares = {"rows": mesh.rows, "directions": mesh.directions}
+    words = " x ".join(f"{n} shares of the {of}" for of, n in shares.items() if n > 1)
     parts = ", parameters in parts by FSDP2" if sharded else ""
-    return f"{split.rows * split.directions} ({mesh}{parts})"
+    return f"{mesh.rows * mesh.directions} ({words}{parts})"
 
 
 def process_words(
-    plan: PrivacyPlan, args: DPZeroConfig, split: Split, sharded: bool, dimension: int
+    plan: PrivacyPlan, args: DPZeroConfig, mesh: ProcessMesh, sharded: bool, dimension: int
 ) -> str:
     """The mesh and what a step sends, for a run's first lines."""
-    fixed, row = step_bytes(plan, args, split, sharded, dimension)
-    shares = [f"{split.rows} shares of the rows"] * (split.rows > 1)
-    shares += [f"{split.directions} of the directions"] * (split.directions > 1)
+    fixed, row = step_bytes(plan, args, mesh, sharded, dimension)
+    shares = [f"{mesh.rows} shares of the rows"] * (mesh.rows > 1)
+    shares += [f"{mesh.directions} of the directions"] * (mesh.directions > 1)
     each = f" and {row} for each row of its share" if row else ""
-    sent = (
-        f"{split.rows * split.directions}: {' by '.join(shares)}; each sends {fixed:,} bytes{each}"
-    )
+    sent = f"{mesh.rows * mesh.directions}: {' by '.join(shares)}; each sends {fixed:,} bytes{each}"
     if sharded:
         return f"{sent} in a step, and every pass gathers the parameters (FSDP2)"
     return f"{sent} in a step (float32 gradients: {4 * dimension:,})"

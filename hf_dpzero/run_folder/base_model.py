@@ -1,7 +1,10 @@
-"""What the weights are when a run starts: the named base's, or somebody's who has seen the data.
+"""The weights that a run starts from: whether they are the named base's, and what the base lacks.
 
 An epsilon speaks of the steps of one run. If the model was trained on the same rows before, by another
-`DPZeroTrainer` or by any other means, the claim is of a part of what was released.
+`DPZeroTrainer` or by any other means, the claim is of a part of what was released. So a model is
+compared with the checkpoint that it names, where that lies on this machine. What the base does not have,
+a fresh head or adapter, is public and is kept beside the ledger as a small file: base, file and ledger
+give the trained weights, where a replay would else need the script's own random numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _ADVICE = (
     "load the base model again, or set base_is_public: true if what it is now may be taken as public; "
     "the report then says so."
 )
+LARGEST = 64 << 20
+"""Bytes of initial values, at most; a run with more of them promises no replay."""
 
 
 class Comparison(NamedTuple):
@@ -83,6 +88,7 @@ def check_start(
     if extended is not None:
         return check_extended_start(model, extended), None
     marks = {vars(module).get(_MARK) for module in model.modules()} - {None}
+    # A model that was put back to what it was has forgotten the rows.
     marks -= {state_digest(model)} if marks else set()
     if marks and not declared_public:
         raise ValueError(
@@ -157,7 +163,7 @@ def check_extended_start(model: nn.Module, folder: str) -> str:
 
 
 def digest_frozen(model: nn.Module) -> str:
-    """SHA-256 (hex) over the parameters that do not train, which a resumed run must find unchanged."""
+    """Returns SHA-256 (hex) over the frozen parameters, which a resumed run must find unchanged."""
     frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
     return hashlib.sha256(json.dumps(checksums(frozen), sort_keys=True).encode()).hexdigest()
 
@@ -181,7 +187,7 @@ def check_frozen(model: nn.Module, header: Mapping[str, Any]) -> None:
 
 
 def trained_adapters(model: nn.Module, covered: Collection[int] = ()) -> list[str]:
-    """Names of LoRA layers whose product B A is not zero, as it is in a fresh adapter.
+    """Returns the names of LoRA layers whose product B A is not zero, as it is in a fresh adapter.
 
     Args:
       model: any.
@@ -236,7 +242,7 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
 
 
 def _token_embeddings(model: Any) -> set[int]:
-    """The ids of the parameters with one row a token, in and out."""
+    """Returns the ids of the parameters with one row a token, in and out."""
     base, found = base_model(model), set()
     for part in ("get_input_embeddings", "get_output_embeddings"):
         with contextlib.suppress(NotImplementedError, AttributeError):
@@ -291,17 +297,6 @@ def _candidates(name: str, sources: list[Mapping[str, Any]]) -> Iterator[Tensor]
                     yield files[key].get_tensor(key)
 
 
-# ------------------------------------------------------------------ initial values
-# What a run starts from beyond its base: the public values of a fresh head or adapter, as a small file.
-#
-# Base, this file and the log give the trained weights; without it a replay would need the script's own
-# random numbers. A run that a recipe describes can do without.
-
-
-LARGEST = 64 << 20
-"""Bytes of initial values, at most; a run with more of them promises no replay."""
-
-
 def write_initial_values(
     folder: str | Path, model: nn.Module, compared: Comparison | None, base_digest: str
 ) -> None:
@@ -347,7 +342,7 @@ def write_initial_values(
     }
     draft = path.with_name(f".{path.name}")
     save_file(values, draft, metadata=metadata)
-    draft.replace(path)
+    draft.replace(path)  # there whole or not at all
 
 
 def copy_initial_values(run: str | Path, folder: str | Path) -> None:
@@ -363,7 +358,7 @@ def copy_initial_values(run: str | Path, folder: str | Path) -> None:
 
 
 def load_initial_model(path: str | Path, base: str) -> nn.Module:
-    """The model that the run started with.
+    """Returns the model that the run started with.
 
     Args:
       path: of `write_initial_values`.
@@ -408,17 +403,21 @@ def _description(model: Any) -> dict[str, Any] | None:
     return {"class": kind, "config": config, "adapter": adapter}
 
 
+# left out of what a run ships
+_LOCAL = (
+    "_name_or_path",
+    "base_model_name_or_path",
+    "id2label",
+    "label2id",
+    "num_labels",
+)
+
+
 def _public(value: Any) -> Any:
     """JSON-safe, and without paths and names of labels."""
     if isinstance(value, Mapping):
-        left_out = (
-            "_name_or_path",
-            "base_model_name_or_path",
-            "id2label",
-            "label2id",
-            "num_labels",
-        )
-        return {key: _public(item) for key, item in value.items() if key not in left_out}
+        # Paths name the user's machine, and labels may name what is in private rows.
+        return {key: _public(item) for key, item in value.items() if key not in _LOCAL}
     if isinstance(value, Sequence | set) and not isinstance(value, str):
         return [_public(item) for item in (sorted(value) if isinstance(value, set) else value)]
     return getattr(value, "value", value)

@@ -1,9 +1,14 @@
-"""What a checkpoint was when it was written: its step, grids, ledger, and every file of its folder.
+"""Checkpoints of a run: written whole or not at all, and read only as they were written.
 
-`dpzero_state.json` holds them, and a digest of itself. A file's digest is SHA-256 of its bytes. Of the
-weights' files it is that of their headers, which say where each tensor lies, and `weights` digests the
-tensors: with both every byte is named, and the pass over the tensors that a privacy report needs is the
-only one over them.
+Trainer writes into `checkpoint-N` file by file, and removes older ones before the last file is there: a
+crash could leave none to go on from, which loses a first-order run. Here Trainer writes the same files
+into `.unfinished/checkpoint-N`; that folder is synced and renamed, and only then do older ones go, each
+by one rename.
+
+`dpzero_state.json` holds step, grids, the ledger's digest, digests of every file of the folder, and a
+digest of itself. A file's digest is SHA-256 of its bytes. Of the weights' files it is that of their
+headers, which say where each tensor lies, and `weights` digests the tensors: with both every byte is
+named, and the pass over the tensors that a privacy report needs is the only one over them.
 """
 
 from __future__ import annotations
@@ -42,18 +47,22 @@ _NOT_OURS = (
 )
 
 
+class CheckpointError(OSError):
+    """A checkpoint that could not be written; the ones before it are as they were."""
+
+
 class DamagedError(LedgerError):
     """A checkpoint that is not what the run wrote; says which file, not yet what to do."""
 
 
 def step_of(checkpoint: Path) -> int:
-    """N of `checkpoint-N`; -1 for another name."""
+    """Returns N of `checkpoint-N`; -1 for another name."""
     number = checkpoint.name.rpartition("-")[2]
     return int(number) if number.isdigit() else -1
 
 
-def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints that were written to their end, oldest step first.
+def complete_checkpoints(output_dir: Path) -> list[Path]:
+    """Returns the checkpoints that were written to their end, oldest step first.
 
     Args:
       output_dir: of the run.
@@ -64,6 +73,101 @@ def whole_checkpoints(output_dir: Path) -> list[Path]:
     aside = (output_dir / UNFINISHED).glob(f"{REPLACED}*")
     found = [*aside, *output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
     return sorted((path for path in found if (path / STATE_NAME).is_file()), key=step_of)
+
+
+def refuse_checkpoint(run: Path, folder: Path) -> None:
+    """Refuses to save final weights where a checkpoint lies, or where one of the run would.
+
+    Raises:
+      ValueError: says what to use instead.
+    """
+    named = folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and step_of(folder) >= 0
+    if (named and folder.absolute().parent == run.absolute()) or (folder / STATE_NAME).is_file():
+        raise ValueError(
+            f"save_model({str(folder)!r}) would put these weights over a checkpoint: give another "
+            "folder. A checkpoint has its own report and trajectory: to keep the one that evaluates "
+            "best, copy its folder, or publish it by `hf-dpzero push`."
+        )
+
+
+def save_checkpoint(run: Run, state: TrainerState, write: Callable[[str], None]) -> None:
+    """Has a checkpoint written aside and put in place; then removes what `save_total_limit` leaves out.
+
+    Guarantee: at every moment `checkpoint-N` is missing, the old one, or all of the new one, and no
+    other is removed before it is there. Called on all processes.
+
+    Args:
+      run: whose ledger is open.
+      state: the Trainer's; its step names the checkpoint.
+      write: has Trainer write `checkpoint-N` into a folder, where it finds no older one to remove.
+
+    Raises:
+      CheckpointError: a full disk, or a folder that cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    folder = str(run.args.output_dir)
+    name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    draft, place = Path(folder) / UNFINISHED / name, Path(folder) / name
+    saves = run.args.should_save
+    if saves:
+        shutil.rmtree(draft, ignore_errors=True)  # a crash may have left it
+    collectives.wait()  # nobody writes while the first process still removes
+    try:
+        write(str(draft.parent))
+        if state.best_global_step:  # Trainer looked for the best one among the unfinished
+            best = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if best == name or (Path(folder) / best).is_dir():
+                state.best_model_checkpoint = os.path.join(folder, best)
+        collectives.wait()  # every process writes the state of its random generators
+        if saves and draft.is_dir():
+            if (draft / TRAINER_STATE_NAME).is_file():  # written before the best one had its name
+                state.save_to_json(str(draft / TRAINER_STATE_NAME))
+            save_state(draft, state.global_step, run.method.state_dict(), run.opened)
+            _flush(draft)
+        collectives.wait()
+        if saves and draft.is_dir():
+            if place.exists():  # an earlier attempt's: renamed, so that a crash leaves one of both
+                aside = draft.with_name(REPLACED + place.name)
+                shutil.rmtree(aside, ignore_errors=True)
+                place.rename(aside)
+            draft.rename(place)
+            flush_folder(place.parent)
+    # torch says RuntimeError of a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"{place} could not be written ({type(error).__name__}: {error}) and was left out: the "
+            f"checkpoints before it and the ledger with its {run.opened.next_step} steps are "
+            "whole. Make room (save_total_limit keeps fewer; save_strategy='no' none, which a run of "
+            "released numbers can resume without), then resume_from_checkpoint=True."
+        ) from error
+    if saves:
+        _remove_older(run.args.save_total_limit, state, Path(folder), place)
+        shutil.rmtree(draft.parent, ignore_errors=True)
+
+
+def _flush(draft: Path) -> None:
+    """Syncs files before the rename: else a loss of power could leave the name without the bytes."""
+    for folder, _, files in os.walk(draft):
+        for file in files:
+            with open(os.path.join(folder, file), "rb") as opened:
+                os.fsync(opened.fileno())
+        flush_folder(Path(folder))
+
+
+def _remove_older(limit: int | None, state: TrainerState, run: Path, newest: Path) -> None:
+    """As Trainer's rotation, but one is gone at once; those of a later step are an earlier attempt's."""
+    if limit is None or limit <= 0:
+        return
+    kept = {newest, Path(state.best_model_checkpoint or newest)}
+    found = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
+    found.sort(key=lambda path: (step_of(path) <= step_of(newest), step_of(path)))
+    spare = [path for path in found if path not in kept]
+    for path in spare[: max(0, len(found) - max(limit, len(kept)))]:
+        gone = newest.parent / UNFINISHED / path.name
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
 
 
 def save_state(
@@ -97,7 +201,7 @@ def _sealed(state: Mapping[str, Any]) -> str:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save_state` wrote.
+    """Returns what `save_state` wrote.
 
     Raises:
       OSError: it cannot be read.
@@ -132,7 +236,7 @@ def file_digest(path: Path, header_only: bool = False) -> str:
 
 
 def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
-    """The grid state of a checkpoint of this run that is whole. Reads each of its files once.
+    """Returns the grid state of a complete checkpoint of this run. Reads each of its files once.
 
     Args:
       checkpoint: its folder.
@@ -211,10 +315,9 @@ def _check_files(checkpoint: Path, state: Mapping[str, Any]) -> None:
 
 
 def way_out(checkpoint: Path, trajectory: Trajectory) -> str:
-    """From where a run can go on without this checkpoint, in words."""
-
+    """Says from where a run can go on without this checkpoint, in words."""
     run, found = checkpoint if trajectory.path is None else trajectory.path, None
-    for path in reversed(whole_checkpoints(run.parent)):
+    for path in reversed(complete_checkpoints(run.parent)):
         with contextlib.suppress(ValueError):
             _checked(path, trajectory)
             found = path
@@ -235,118 +338,3 @@ def way_out(checkpoint: Path, trajectory: Trajectory) -> str:
         f"What to do: restore it from a copy, or {without}. The run then goes on from {found.name}, "
         "which is whole; the updates of later steps are lost, and they stay paid."
     )
-
-
-# ------------------------------------------------------------------ checkpoint files
-# Checkpoints that are there whole or not at all: written aside, made durable, then renamed.
-#
-# Trainer writes into `checkpoint-N` file by file, and removes older ones before the last file is there.
-# A crash could so leave none to go on from, which loses a first-order run. Here Trainer writes the same
-# files into `.unfinished/checkpoint-N`; that folder is synced and renamed, and only then do older ones
-# go, each by one rename.
-
-
-class CheckpointError(OSError):
-    """A checkpoint that could not be written; the ones before it are as they were."""
-
-
-def refuse_checkpoint(run: Path, folder: Path) -> None:
-    """Refuses to save final weights where a checkpoint lies, or where one of the run would.
-
-    Raises:
-      ValueError: says what to use instead.
-    """
-    named = folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-") and step_of(folder) >= 0
-    if (named and folder.absolute().parent == run.absolute()) or (folder / STATE_NAME).is_file():
-        raise ValueError(
-            f"save_model({str(folder)!r}) would put these weights over a checkpoint: give another "
-            "folder. A checkpoint has its own report and trajectory: to keep the one that evaluates "
-            "best, copy its folder, or publish it by `hf-dpzero push`."
-        )
-
-
-def save_whole(run: Run, state: TrainerState, write: Callable[[str], None]) -> None:
-    """Has a checkpoint written aside and put in place; then removes what `save_total_limit` leaves out.
-
-    Guarantee: at every moment `checkpoint-N` is missing, the old one, or all of the new one, and no
-    other is removed before it is there. Called on all processes.
-
-    Args:
-      run: whose ledger is open.
-      state: the Trainer's; its step names the checkpoint.
-      write: has Trainer write `checkpoint-N` into a folder, where it finds no older one to remove.
-
-    Raises:
-      CheckpointError: a full disk, or a folder that cannot be written.
-    """
-    from safetensors import SafetensorError
-
-    folder = str(run.args.output_dir)
-    name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    draft, place = Path(folder) / UNFINISHED / name, Path(folder) / name
-    saves = run.args.should_save
-    if saves:
-        shutil.rmtree(draft, ignore_errors=True)  # a crash may have left it
-    collectives.wait()
-    try:
-        write(str(draft.parent))
-        _name_best(state, folder, name)
-        collectives.wait()  # every process writes the state of its random generators
-        if saves and draft.is_dir():
-            _complete(run, state, draft)
-        collectives.wait()
-        if saves and draft.is_dir():
-            _put(draft, place)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(
-            f"{place} could not be written ({type(error).__name__}: {error}) and was left out: the "
-            f"checkpoints before it and the ledger with its {run.opened.next_step} steps are "
-            "whole. Make room (save_total_limit keeps fewer; save_strategy='no' none, which a run of "
-            "released numbers can resume without), then resume_from_checkpoint=True."
-        ) from error
-    if saves:
-        _remove_older(run.args.save_total_limit, state, Path(folder), place)
-        shutil.rmtree(draft.parent, ignore_errors=True)
-
-
-def _name_best(state: TrainerState, run: str, name: str) -> None:
-    """The best checkpoint's place, as Trainer notes it, which looked for it among the unfinished."""
-    if state.best_global_step:
-        best = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-        if best == name or os.path.isdir(os.path.join(run, best)):
-            state.best_model_checkpoint = os.path.join(run, best)
-
-
-def _complete(run: Run, state: TrainerState, draft: Path) -> None:
-    if (draft / TRAINER_STATE_NAME).is_file():
-        state.save_to_json(str(draft / TRAINER_STATE_NAME))
-    save_state(draft, state.global_step, run.method.state_dict(), run.opened)
-    for folder, _, files in os.walk(draft):
-        for file in files:
-            with open(os.path.join(folder, file), "rb") as opened:
-                os.fsync(opened.fileno())
-        flush_folder(Path(folder))
-
-
-def _put(draft: Path, place: Path) -> None:
-    if place.exists():
-        aside = draft.with_name(REPLACED + place.name)
-        shutil.rmtree(aside, ignore_errors=True)
-        place.rename(aside)
-    draft.rename(place)
-    flush_folder(place.parent)
-
-
-def _remove_older(limit: int | None, state: TrainerState, run: Path, newest: Path) -> None:
-    """As Trainer's rotation, but one is gone at once; those of a later step are an earlier attempt's."""
-    if limit is None or limit <= 0:
-        return
-    kept = {newest, Path(state.best_model_checkpoint or newest)}
-    found = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
-    found.sort(key=lambda path: (step_of(path) <= step_of(newest), step_of(path)))
-    spare = [path for path in found if path not in kept]
-    for path in spare[: max(0, len(found) - max(limit, len(kept)))]:
-        gone = newest.parent / UNFINISHED / path.name
-        shutil.rmtree(gone, ignore_errors=True)
-        path.rename(gone)

@@ -1,4 +1,9 @@
-"""How a run begins: afresh on the base, at a checkpoint, or by its ledger's releases on the base."""
+"""The folder of a run: how training starts or resumes in it, its ledger and its report.
+
+A run starts afresh on the base, goes on at a checkpoint, or makes its ledger's releases again on the
+base. What lies in the folder must have been made by the ledger that lies there: budget that was spent
+and of which the ledger does not know would be spent twice.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +42,18 @@ from hf_dpzero.run_folder.base_model import (
 )
 from hf_dpzero.run_folder.checkpoints import (
     STATE_NAME,
+    complete_checkpoints,
     file_digest,
     load_state,
     read_state,
     way_out,
-    whole_checkpoints,
 )
 from hf_dpzero.run_folder.keys import steady_parts
 
+logger = logging.get_logger(__name__)
 
-class Opened(NamedTuple):
+
+class RunState(NamedTuple):
     """What a run goes on with.
 
     Attributes:
@@ -61,7 +68,7 @@ class Opened(NamedTuple):
 
 
 def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means.
+    """Returns the checkpoint that `resume_from_checkpoint` means.
 
     Args:
       output_dir: of the run.
@@ -80,8 +87,8 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
                 "last one in output_dir."
             )
         return resume or None
-    if whole := whole_checkpoints(Path(output_dir)):
-        return str(whole[-1])
+    if complete := complete_checkpoints(Path(output_dir)):
+        return str(complete[-1])
     if not (Path(output_dir) / LEDGER_NAME).is_file():
         raise ValueError(
             f"{output_dir} has no checkpoint and no {LEDGER_NAME} to resume from: a run that was "
@@ -90,135 +97,8 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
     return None
 
 
-def open_run(run: Run, header: dict[str, Any], checkpoint: str | None, resumes: bool) -> Opened:
-    """Opens the ledger of a run, and checks that the model fits it.
-
-    Args:
-      run: after the checks before training.
-      header: of `ledger_header`, the same on all processes (`checks.processes`).
-      checkpoint: of `checkpoint_of`.
-      resumes: False for a run that starts.
-
-    Returns:
-      See `Opened`.
-
-    Raises:
-      ValueError: the model is not a base that the run may start from.
-      LedgerError: the ledger is missing, damaged, of another run, there already, or of a run that lost
-        what it would go on with; or there is no checkpoint, and its releases cannot be made again on
-        this model.
-    """
-    return _resume(run, header, checkpoint) if resumes else _start(run, header)
-
-
-def _resume(run: Run, header: Mapping[str, Any], checkpoint: str | None) -> Opened:
-    ledger = continue_ledger(str(run.args.output_dir), header, checkpoint)
-    try:
-        compare({"releases": ledger.digest()})
-        check_resumed(run.plan, ledger)
-        if checkpoint is not None:
-            return Opened(ledger, load_state(checkpoint, ledger), "")
-        _check_replayed(run, ledger)
-    except (ValueError, RankError):
-        ledger.close()
-        raise
-    return Opened(ledger, None, state_digest(run.model))
-
-
-def _start(run: Run, header: dict[str, Any]) -> Opened:
-    model = run.model
-    header["base_weights"], compared = _checked_start(run)
-    digest = digest_model(model)
-    header["frozen_digest"] = digest_frozen(model)
-    header["earlier_runs"] = run.earlier_runs
-    header["forward_passes"] = forward_passes(run.shapes)
-    header["processes"] = mesh_words(run.split, run.sharded)
-    if isinstance(run.plan.sampler, FixedBatchesSampler):
-        parts = collectives.shared_from_main(lambda: steady_parts(run.dataset))
-        header |= {} if parts is None else {"row_parts": parts}
-    ledger = start_ledger(str(run.args.output_dir), header, digest)
-    _keep_initial_values(run, compared, digest)
-    return Opened(ledger, None, state_digest(model))
-
-
-def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> None:
-    def write() -> None:
-        if run.args.should_save and run.plan.mechanism.replayable:
-            write_initial_values(str(run.args.output_dir), run.model, compared, digest)
-
-    if is_split(run.model):
-        on_first_of(run.model, write)
-    else:
-        write()
-
-
-def _checked_start(run: Run) -> tuple[str, Comparison | None]:
-    """`check_start` on rank 0, for all."""
-    args = run.args
-    if args.extends_run is not None:
-        if not run.plan.private:
-            raise ValueError(
-                f"noise_multiplier={args.noise_multiplier} with extends_run={args.extends_run!r}: "
-                "nothing bounds what this run would add; give it noise, or target_epsilon."
-            )
-        ledger = check_extended(args.extends_run, args.privacy_unit, run.plan.after)
-        refuse_lost_releases(Path(args.extends_run), ledger)
-    return on_first_of(
-        run.model, lambda: check_start(run.model, args.base_is_public, args.extends_run)
-    )
-
-
-def _check_replayed(run: Run, ledger: Trajectory) -> None:
-    """Refuses to replay a ledger where that would not give the interrupted run's weights."""
-    if ledger.releases and not ledger.header["replayable"]:
-        raise LedgerError(
-            f"{ledger.path} holds {ledger.next_step} steps of {run.args.method}, which released "
-            "vectors that only the weights held, and there is no checkpoint with these: what they spent "
-            "is lost. Train in another output_dir (both runs then count, where they are on the same "
-            "data), and save checkpoints (save_strategy='steps')."
-        )
-    if digest_model(run.model) != ledger.header["base_model_digest"]:
-        raise LedgerError(
-            f"there is no checkpoint, so the {ledger.next_step} steps of {ledger.path} are replayed on "
-            "the base, and this model is not the base that they began with (its digest differs): load "
-            "it again, in the same dtype and with the same head and adapters (from the same seed, or by "
-            "hf_dpzero.run_folder.base_model.load_initial_model)."
-        )
-    _, compared = _checked_start(run)
-    _keep_initial_values(run, compared, ledger.header["base_model_digest"])
-
-
-def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
-    """Refuses to go on with a run whose next step depends on what was in the interrupted process alone.
-
-    Args:
-      plan: of the run.
-      ledger: of the interrupted run.
-
-    Raises:
-      LedgerError: steps were taken, and their un-noised sums of losses are lost.
-    """
-    groups = plan.groups
-    hidden = groups is not None and groups.num_values and not groups.joint
-    if groups is not None and hidden and 0 < ledger.next_step < plan.steps:
-        raise LedgerError(
-            f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
-            f"cannot go on: group_robust.weights={groups.name!r} needs un-noised sums of its losses, "
-            "which were in its memory alone and must not be written down. Keep its last checkpoint as "
-            "it is, or train in another output_dir (extends_run adds up the budgets of two runs that "
-            "ended); group_robust.weights='per_step' can be resumed."
-        )
-
-
-# ------------------------------------------------------------------ run files
-# What a run keeps in its output_dir, the public ledger and grid states, and the key it never keeps.
-
-
-logger = logging.get_logger(__name__)
-
-
 def ledger_header(run: Run) -> dict[str, Any]:
-    """The ledger's header: everything public that the releases depend on."""
+    """Returns the ledger's header: everything public that the releases depend on."""
     trainable = [n for n, p in run.model.named_parameters() if p.requires_grad]
     decayed = run.decayed() if run.args.weight_decay else []
     header = {
@@ -244,6 +124,186 @@ def ledger_header(run: Run) -> dict[str, Any]:
     if run.args.testing.direction_key is not None:
         header["direction_key"] = f"{run.args.testing.direction_key:032x}"
     return header
+
+
+def start_or_resume(
+    run: Run, header: dict[str, Any], checkpoint: str | None, resumes: bool
+) -> RunState:
+    """Opens the ledger of a run, and checks that the model fits it.
+
+    Args:
+      run: after the checks before training.
+      header: of `ledger_header`, the same on all processes (`checks.processes`).
+      checkpoint: of `checkpoint_of`.
+      resumes: False for a run that starts.
+
+    Raises:
+      ValueError: the model is not a base that the run may start from.
+      LedgerError: the ledger is missing, damaged, of another run, there already, or of a run that lost
+        what it would go on with; or there is no checkpoint, and its releases cannot be made again on
+        this model.
+    """
+    if not resumes:
+        return _start(run, header)
+    ledger = _continued_ledger(str(run.args.output_dir), header, checkpoint)
+    try:
+        compare({"releases": ledger.digest()})
+        check_resumed(run.plan, ledger)
+        if checkpoint is not None:
+            return RunState(ledger, load_state(checkpoint, ledger), "")
+        _check_replayed(run, ledger)
+    except (ValueError, RankError):
+        ledger.close()  # others may open it once the user has corrected the settings
+        raise
+    return RunState(ledger, None, state_digest(run.model))
+
+
+def _start(run: Run, header: dict[str, Any]) -> RunState:
+    """Writes a new ledger: on disk on rank 0, in memory on the others."""
+    header["base_weights"], compared = _checked_start(run)
+    digest = digest_model(run.model)
+    header |= {
+        "frozen_digest": digest_frozen(run.model),
+        "earlier_runs": run.earlier_runs,
+        "forward_passes": forward_passes(run.shapes),
+        "processes": mesh_words(run.mesh, run.sharded),
+    }
+    if isinstance(run.plan.sampler, FixedBatchesSampler):
+        parts = collectives.shared_from_main(lambda: steady_parts(run.dataset))
+        header |= {} if parts is None else {"row_parts": parts}
+    folder = Path(str(run.args.output_dir))
+    path = folder / LEDGER_NAME
+    if not path.exists():  # one that exists is refused below, for what it is
+        refuse_lost_releases(folder, None)
+        collectives.on_main(lambda: _set_aside(folder), lambda: None)
+    # Directions are public, but two runs must not share them: each draws its own key.
+    key = collectives.shared(header.get("direction_key") or f"{new_key():032x}")
+    header = {**header, "base_model_digest": digest, "direction_key": key}
+    ledger = collectives.on_main(
+        lambda: Trajectory.create(path, header), lambda: Trajectory(header)
+    )
+    _keep_initial_values(run, compared, digest)
+    return RunState(ledger, None, state_digest(run.model))
+
+
+def _checked_start(run: Run) -> tuple[str, Comparison | None]:
+    """Checks the base weights on rank 0, whose finding (and refusal) counts on all."""
+    args = run.args
+    if args.extends_run is not None:
+        if not run.plan.private:
+            raise ValueError(
+                f"noise_multiplier={args.noise_multiplier} with extends_run={args.extends_run!r}: "
+                "nothing bounds what this run would add; give it noise, or target_epsilon."
+            )
+        ledger = check_extended(args.extends_run, args.privacy_unit, run.plan.after)
+        refuse_lost_releases(Path(args.extends_run), ledger)
+    return on_first_of(
+        run.model, lambda: check_start(run.model, args.base_is_public, args.extends_run)
+    )
+
+
+def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> None:
+    """Writes the fresh head's values; a run that a crash kept from it does so when it resumes."""
+
+    def write() -> None:
+        if run.args.should_save and run.plan.mechanism.replayable:
+            write_initial_values(str(run.args.output_dir), run.model, compared, digest)
+
+    # Parts of parameters must be asked for on all processes, where the first one gathers them.
+    if is_split(run.model):
+        on_first_of(run.model, write)
+    else:
+        write()
+
+
+def _set_aside(output_dir: Path) -> None:
+    """Renames what another run left in the folder and this run's card and Hub folder would show."""
+    patterns = ("*_results.json", RECIPE_FILE, PLOT_FILE, INITIAL_VALUES_FILE)
+    found = [path for pattern in patterns for path in sorted(output_dir.glob(pattern))]
+    for path in found:
+        names = (f"{path.name}.before{number or ''}" for number in itertools.count())
+        path.rename(next(path.with_name(n) for n in names if not path.with_name(n).exists()))
+    if found:
+        logger.warning(
+            "%s of another run in %s moved aside (to *.before): they are not this run's to ship.",
+            ", ".join(path.name for path in found),
+            output_dir,
+        )
+
+
+def _continued_ledger(
+    output_dir: str, header: Mapping[str, Any], checkpoint: str | None
+) -> Trajectory:
+    """Opens the ledger of an interrupted run; refuses one that is not all that was released there."""
+    path = Path(output_dir) / LEDGER_NAME
+    if not path.exists():
+        run = path.parent if checkpoint is None else Path(checkpoint).resolve().parent
+        advice = "put it back there, or start afresh in another output_dir."
+        if (run / LEDGER_NAME).exists():
+            advice = (
+                f"that of {checkpoint} is in {run}: set output_dir to that folder to go on with it."
+            )
+        raise LedgerError(
+            f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
+        )
+    trajectory = collectives.on_main(
+        lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
+    )
+    try:
+        refuse_lost_releases(Path(output_dir), trajectory)
+    except LedgerError:
+        trajectory.close()
+        raise
+    return trajectory
+
+
+def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
+    """Refuses to go on with a run whose next step depends on what was in the interrupted process alone.
+
+    Args:
+      plan: of the run.
+      ledger: of the interrupted run.
+
+    Raises:
+      LedgerError: steps were taken, and their un-noised sums of losses are lost.
+    """
+    groups = plan.groups
+    hidden = groups is not None and groups.num_values and not groups.joint
+    if groups is not None and hidden and 0 < ledger.next_step < plan.steps:
+        raise LedgerError(
+            f"{ledger.path} holds {ledger.next_step} of {plan.steps} steps, and the interrupted run "
+            f"cannot go on: group_robust.weights={groups.name!r} needs un-noised sums of its losses, "
+            "which were in its memory alone and must not be written down. Keep its last checkpoint as "
+            "it is, or train in another output_dir (extends_run adds up the budgets of two runs that "
+            "ended); group_robust.weights='per_step' can be resumed."
+        )
+
+
+def _check_replayed(run: Run, ledger: Trajectory) -> None:
+    """Refuses to replay a ledger where that would not give the interrupted run's weights."""
+    if ledger.releases and not ledger.header["replayable"]:
+        raise LedgerError(
+            f"{ledger.path} holds {ledger.next_step} steps of {run.args.method}, which released "
+            "vectors that only the weights held, and there is no checkpoint with these: what they spent "
+            "is lost. Train in another output_dir (both runs then count, where they are on the same "
+            "data), and save checkpoints (save_strategy='steps')."
+        )
+    if digest_model(run.model) != ledger.header["base_model_digest"]:
+        raise LedgerError(
+            f"there is no checkpoint, so the {ledger.next_step} steps of {ledger.path} are replayed on "
+            "the base, and this model is not the base that they began with (its digest differs): load "
+            "it again, in the same dtype and with the same head and adapters (from the same seed, or by "
+            "hf_dpzero.run_folder.base_model.load_initial_model)."
+        )
+    _, compared = _checked_start(run)
+    _keep_initial_values(run, compared, ledger.header["base_model_digest"])
+
+
+def discard_unused(trajectory: Trajectory) -> None:
+    """Removes the ledger of a run that is refused before its first release: it may start anew."""
+    trajectory.close()
+    if trajectory.path is not None and not trajectory.releases:
+        trajectory.path.unlink()
 
 
 def report_of(run: Run) -> PrivacyReport:
@@ -277,75 +337,6 @@ def report_of(run: Run) -> PrivacyReport:
     ).with_tuning(told["tuning"], run.plan)
 
 
-def start_ledger(output_dir: str, header: dict[str, Any], base_digest: str) -> Trajectory:
-    """A new ledger: on disk on rank 0, in memory on the others. Another run's results are moved aside.
-
-    Args:
-      output_dir: of the run.
-      header: of `ledger_header`; a direction key is drawn if it has none.
-      base_digest: `digest_model` before training.
-
-    Returns:
-      An empty trajectory.
-
-    Raises:
-      LedgerError: the folder holds a ledger already.
-    """
-    path = Path(output_dir) / LEDGER_NAME
-    if not path.exists():  # one that exists is refused below, for what it is
-        refuse_lost_releases(Path(output_dir), None)
-        collectives.on_main(lambda: _set_aside(Path(output_dir)), lambda: None)
-    key = header.get("direction_key") or f"{new_key():032x}"
-    header = {**header, "base_model_digest": base_digest, "direction_key": collectives.shared(key)}
-    return collectives.on_main(lambda: Trajectory.create(path, header), lambda: Trajectory(header))
-
-
-def discard_unused(trajectory: Trajectory) -> None:
-    """Removes the ledger of a run that is refused before its first release: it may start anew."""
-    trajectory.close()
-    if trajectory.path is not None and not trajectory.releases:
-        trajectory.path.unlink()
-
-
-def continue_ledger(
-    output_dir: str, header: Mapping[str, Any], checkpoint: str | None = None
-) -> Trajectory:
-    """The ledger of an interrupted run, checked against this run's header.
-
-    Args:
-      output_dir: of the run.
-      header: of `ledger_header`.
-      checkpoint: that it goes on from, to say where its ledger is.
-
-    Returns:
-      The trajectory so far.
-
-    Raises:
-      LedgerError: it is missing, corrupt, of another plan, or holds fewer or other releases than
-        what lies beside it.
-    """
-    path = Path(output_dir) / LEDGER_NAME
-    if not path.exists():
-        run = path.parent if checkpoint is None else Path(checkpoint).resolve().parent
-        advice = "put it back there, or start afresh in another output_dir."
-        if (run / LEDGER_NAME).exists():
-            advice = (
-                f"that of {checkpoint} is in {run}: set output_dir to that folder to go on with it."
-            )
-        raise LedgerError(
-            f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
-        )
-    trajectory = collectives.on_main(
-        lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
-    )
-    try:
-        refuse_lost_releases(Path(output_dir), trajectory)
-    except LedgerError:
-        trajectory.close()
-        raise
-    return trajectory
-
-
 def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
     """Refuses a folder where something was made by releases that its ledger does not hold.
 
@@ -358,6 +349,7 @@ def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
       LedgerError: one of them knows of more steps, or of other releases, or cannot be read.
     """
     checkpoints = sorted(output_dir.glob("checkpoint-*"))
+    # A crash may cut any of them short, and a copy of an older ledger be put back: all are asked.
     for folder in (output_dir, output_dir / FOLDER_NAME, *checkpoints):
         written: Mapping[str, str] = {}
         for name, read in _RECORDS.items():
@@ -378,6 +370,7 @@ def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
                     f"{path} cannot be read ({error}), so it is unknown whether {LEDGER_NAME} holds all "
                     f"that was spent. {advice[0].upper()}{advice[1:]}"
                 ) from error
+            # Fewer steps are fine (an older checkpoint), if they are the ledger's own first ones.
             same = ledger is not None and digest in (None, ledger.digest(steps))
             if ledger is None or steps > ledger.next_step or not same:
                 raise LedgerError(
@@ -385,21 +378,6 @@ def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
                     "was removed or rolled back, or is another run's. Restore it, or start afresh in "
                     "another output_dir; what those steps spent stays spent."
                 )
-
-
-def _set_aside(output_dir: Path) -> None:
-    """Renames what another run left in the folder and this run's card and Hub folder would show."""
-    patterns = ("*_results.json", RECIPE_FILE, PLOT_FILE, INITIAL_VALUES_FILE)
-    found = [path for pattern in patterns for path in sorted(output_dir.glob(pattern))]
-    for path in found:
-        names = (f"{path.name}.before{number or ''}" for number in itertools.count())
-        path.rename(next(path.with_name(n) for n in names if not path.with_name(n).exists()))
-    if found:
-        logger.warning(
-            "%s of another run in %s moved aside (to *.before): they are not this run's to ship.",
-            ", ".join(path.name for path in found),
-            output_dir,
-        )
 
 
 def _of_state(path: Path) -> tuple[int, str | None]:

@@ -1,7 +1,7 @@
-"""Secret keys of a run on fixed batches: the order of its rows, and its correlated noise.
+"""What a run on fixed batches must find again when it resumes: its secret keys, and rows in their order.
 
-A resumed run needs both again: with another order a row would take part twice in an epoch, and with
-other noise nothing cancels. So they are kept while the run is not finished, in a folder that nothing
+With another order of its batches a row would take part twice in an epoch, and with other keys correlated
+noise would not cancel. So both keys are kept while the run is not finished, in a folder that nothing
 ships and that no checkpoint holds, readable by its owner alone. A run that has taken all its steps
 removes them.
 
@@ -48,6 +48,11 @@ UPLOADS = {
 }
 """Tracking services that take the whole of output_dir: the variable that says so, and its values."""
 
+LOOKED_AT, TWICE = 10_000, 256
+"""Rows whose order is compared; rows that tell what each access draws anew. Both are spread evenly."""
+
+INDICES = "Subset.indices"
+_UNNOTICED = 2.0**-20  # most chance of another order to pass for the same one
 
 _NO_ORDER = (
     "the rows of train_dataset are drawn anew at each access (augmentation?), and what stays of them "
@@ -81,7 +86,7 @@ class RunKeys(NamedTuple):
 
 
 def draw_sampler_key(given: str | None = None) -> bytes:
-    """The secret that one call of `train` draws its batches by; a resumed run has another.
+    """Returns the secret that one call of `train` draws its batches by; a resumed run has another.
 
     It is never stored: whoever copies the run's folder, or goes back to an older copy, could
     otherwise release the same batches a second time.
@@ -122,7 +127,7 @@ def check_uploads(plan: PrivacyPlan, callbacks: Iterable[object]) -> None:
 
 
 def open_keys(run: Run) -> RunKeys:
-    """The keys of a run whose ledger is open; fresh ones for what is new.
+    """Returns the keys of a run whose ledger is open; fresh ones for what is new.
 
     Raises:
       LedgerError: steps were released and their keys are not there, or are another run's; or the rows
@@ -147,6 +152,7 @@ def open_keys(run: Run) -> RunKeys:
         elif not rows and not taken:
             logger.warning("This run could not be resumed if it were interrupted: %s", _NO_ORDER)
         noise = [entry for entry in stored.get("noise", ()) if entry[0] < taken]
+        # A key of its own for what a resumed run draws: a fork of the folder must not repeat noise.
         noise.append([taken if started else 0, new_noise_key().hex()])
         kept = {"run": began, "order": stored["order"], "rows": rows, "noise": noise}
         write_for_owner(file, json.dumps(kept))
@@ -183,7 +189,7 @@ def check_kept(run: Run, keys: RunKeys) -> None:
 
 
 def noise_of_steps(plan: PrivacyPlan, source: NoiseSource, keys: RunKeys) -> NoiseSource:
-    """What a run's steps draw from: the trainer's source, or correlated noise from the run's keys.
+    """Returns what steps draw from: the trainer's source, or correlated noise from the run's keys.
 
     Args:
       plan: of the run.
@@ -237,19 +243,8 @@ def _read(file: Path, run: str) -> dict[str, Any]:
     return stored
 
 
-# ------------------------------------------------------------------ row order
-# Whether rows are the same, in the same order, as when a run began: for accounts that number them.
-
-
-LOOKED_AT, TWICE = 10_000, 256
-"""Rows whose order is compared; rows that tell what each access draws anew. Both are spread evenly."""
-
-INDICES = "Subset.indices"
-_UNNOTICED = 2.0**-20  # most chance of another order to pass for the same one
-
-
 def steady_parts(dataset: Any, rows: Sequence[int] | None = None) -> list[str] | None:
-    """Names of what two accesses to a row agree on: columns, or places of a tuple.
+    """Returns the names of what two accesses to a row agree on: columns, or places of a tuple.
 
     Beneath a `Subset` (one of another, too) they are of the rows that it selects from, of a
     `datasets.Dataset` there of what is stored; and the selection itself is one (`INDICES`), unless it
@@ -263,7 +258,7 @@ def steady_parts(dataset: Any, rows: Sequence[int] | None = None) -> list[str] |
       None where rows agree as a whole; [] where nothing does.
     """
     chosen = _spread(range(len(dataset)) if rows is None else rows, TWICE)
-    with isolated_randomness():
+    with isolated_randomness():  # looking must not move the generators that training draws from
         if list(_hashes(dataset, chosen)) == list(_hashes(dataset, chosen)):
             return None
         agreed = [

@@ -33,10 +33,10 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.parallel.collectives import (
     broadcast_,
     is_main,
-    release_on_all,
+    release_on_all_ranks,
     sum_tensor_,
 )
-from hf_dpzero.parallel.mesh import ALONE, Split
+from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
 from hf_dpzero.privacy.mechanisms.adaptive import MechanismSchedule
@@ -156,7 +156,7 @@ class FirstOrderStep:
       mechanism_at: step -> the mechanism that the plan's schedules give it; None without schedules.
       signal: what the noised means are added to, a statistic of releases; None for none.
       weighting: of group-robust training, else None; then `weighed` is the gradients' objective.
-      split: which rows this process evaluates.
+      mesh: which rows this process evaluates.
     """
 
     mechanism: Mechanism
@@ -167,7 +167,7 @@ class FirstOrderStep:
     mechanism_at: Callable[[int], Any] | None = None
     weighting: GroupWeighting | None = None
     weighed: WeighedLosses | None = None
-    split: Split = ALONE
+    mesh: ProcessMesh = ALONE
 
     def __post_init__(self) -> None:
         check_dimension(self.mechanism, sum(p.numel() for p in self.gradients.parameters))
@@ -178,7 +178,7 @@ class FirstOrderStep:
         microbatches: Sequence[Any],
         learning_rate: float,
         row_groups: Sequence[int] = (),
-        agreed: int = 0,
+        batch_digest: int = 0,
     ) -> Tensor | None:
         """Takes a step.
 
@@ -191,7 +191,7 @@ class FirstOrderStep:
             none.
           learning_rate: written to the ledger.
           row_groups: group-robust training: the group of each example, in order.
-          agreed: `batches.fingerprint` of the batch, compared between processes before any release.
+          batch_digest: of `batches.fingerprint`; compared between processes before any release.
 
         Returns:
           The un-noised gradient norms [B, 1] (private: for opt-in diagnostics only), or None for a
@@ -212,7 +212,7 @@ class FirstOrderStep:
         with isolated_randomness(), guard.watching():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
         adaptive = bool(mechanism.values_per_release)  # the count of unclipped examples
-        count = self.split.sum_agreed(mechanism.count(norms) if adaptive else [], agreed)
+        count = self.mesh.sum_checked(mechanism.count(norms) if adaptive else [], batch_digest)
         of_groups: list[int] = []
         if self.weighting is not None and self.weighed is not None:
             of_groups = self.weighting.total(self.weighed.losses, row_groups)
@@ -225,7 +225,7 @@ class FirstOrderStep:
                 values += self.weighting.end(of_groups, mechanism, step)
             return values
 
-        release_on_all(self.trajectory, step, learning_rate, released)
+        release_on_all_ranks(self.trajectory, step, learning_rate, released)
         means = list(self._noised_means(mechanism, totals, step))
         if self.signal is not None:
             _look_at(self.signal, means, step, noise_variance(mechanism))

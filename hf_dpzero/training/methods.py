@@ -102,9 +102,9 @@ class ZerothOrderMethod:
             and all_known(run.readers())
             and not is_compiled(run.model),
             weighting=weighting_of(run),
-            split=run.split,
+            mesh=run.mesh,
         )
-        run.split.connect()
+        run.mesh.connect()
         self.weights = WeightsBetweenSteps(run.model)
         self.reads = SettleBeforeRead(run.model, self.space, self.settle_)
         run.resources.enter_context(self.reads)
@@ -162,7 +162,7 @@ class ZerothOrderMethod:
                 learning_rate,
                 batch["groups"] if self.run.args.clipping == "averaged" else None,
                 batch["row_groups"],
-                batch["agreed"],
+                batch["batch_digest"],
             )
             if self.step.defer and not all_known(self.run.readers()):
                 self.space.settle_()
@@ -213,7 +213,7 @@ class FirstOrderMethod:
             signal=signal,
             weighting=weighting,
             weighed=weighed,
-            split=run.split,
+            mesh=run.mesh,
         )
 
     def _gradients(self, objective: PerExampleLoss) -> Any:
@@ -247,7 +247,7 @@ class FirstOrderMethod:
             by_group = itertools.groupby(paired, key=operator.itemgetter(0))
             parts = [[part for _, part in group] for _, group in by_group]
         row_groups = batch["row_groups"]
-        return self.step(batch["step"], parts, learning_rate, row_groups, batch["agreed"])
+        return self.step(batch["step"], parts, learning_rate, row_groups, batch["batch_digest"])
 
     def settle_(self) -> None:
         """Refuses weights that something else wrote to; the parameters always hold theta."""

@@ -256,7 +256,7 @@ def banner(run: Run, report: PrivacyReport) -> str:
     if plan.groups is not None:
         lines.append(("groups", group_words(plan)))
     if args.world_size > 1:
-        lines.append(("processes", process_words(plan, args, run.split, run.sharded, count)))
+        lines.append(("processes", process_words(plan, args, run.mesh, run.sharded, count)))
     title = "Private training" if plan.private else "Training WITHOUT privacy"
     return "\n".join([title, *(f"  {label:<12}{text}" for label, text in lines)])
 

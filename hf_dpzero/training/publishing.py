@@ -285,7 +285,7 @@ class PublishingTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not self.shards:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        fsdp.load_whole_(self.model, resume_from_checkpoint)
+        fsdp.load_gathered_(self.model, resume_from_checkpoint)
 
     # ------------------------------------------------------------------ what is saved and published
 
@@ -316,7 +316,7 @@ class PublishingTrainer(Trainer):
             finally:
                 del self._get_output_dir
 
-        checkpoints.save_whole(self.run, self.state, write)
+        checkpoints.save_checkpoint(self.run, self.state, write)
         self._saved_step = self.state.global_step
 
     def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
@@ -362,7 +362,7 @@ class PublishingTrainer(Trainer):
         if self._besides is not None:
             self._besides.check_state()
         if self.shards and state_dict is None:
-            state_dict = fsdp.whole_state(self.model, keep=self.args.should_save)
+            state_dict = fsdp.gathered_state(self.model, keep=self.args.should_save)
         super()._save(output_dir, state_dict)
         if run is not None and run.ledger is not None and self.args.should_save:
             run.ledger.to_safetensors(folder / SHIPPING_NAME)

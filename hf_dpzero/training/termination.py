@@ -2,7 +2,7 @@
 
 Inside `train` it is only noted. The trainer asks after each step, cuts an evaluation short, writes a
 whole checkpoint and raises `Terminated`. Several processes stop after the same step: a step's sums carry
-how many of them were asked (`collectives.sum_and_agree`), in bits that are sent anyway.
+how many of them were asked (`collectives.sum_checked`), in bits that are sent anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.parallel import collectives
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder.checkpoints import step_of, whole_checkpoints
+from hf_dpzero.run_folder.checkpoints import complete_checkpoints, step_of
 from hf_dpzero.run_folder.folder import check_resumed
 
 EXIT_STATUS = 128 + signal.SIGTERM
@@ -104,7 +104,7 @@ def say(run: Run, error: BaseException) -> None:
     ledger, plan = run.ledger, run.plan
     if ledger is None or not collectives.is_main():
         return
-    kept = whole_checkpoints(Path(str(run.args.output_dir)))
+    kept = complete_checkpoints(Path(str(run.args.output_dir)))
     last, at = (str(kept[-1]), step_of(kept[-1])) if kept else ("the base model", 0)
     lost = ledger.next_step - at
     way = "resume_from_checkpoint=True goes on from"

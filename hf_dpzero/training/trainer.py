@@ -38,7 +38,7 @@ from hf_dpzero.reporting.provenance import base_origins, earlier_runs, header_en
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
-from hf_dpzero.run_folder.folder import checkpoint_of, ledger_header, open_run
+from hf_dpzero.run_folder.folder import checkpoint_of, ledger_header, start_or_resume
 from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import learning_rate, rate_hint, resolve
@@ -305,7 +305,7 @@ class DPZeroMixin(PublishingTrainer):
         """Opens the ledger and the keys; from here on this is the trainer's run."""
         header = ledger_header(run)
         check_agreement(run, header)
-        opened = open_run(run, header, checkpoint, resumes)
+        opened = start_or_resume(run, header, checkpoint, resumes)
         self._run, self._trained_digest, self._saved_step = run, None, None
         run.ledger, self._method_state, self._started_from = opened
         self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
@@ -352,8 +352,8 @@ class DPZeroMixin(PublishingTrainer):
             plan=run.plan,
             key=self._keys.sampler,
             microbatch_size=self.args.physical_batch_size,
-            share=run.split.row,
-            shares=run.split.rows,
+            share=run.mesh.row,
+            shares=run.mesh.rows,
             paid=run.ledger.next_step,
             shapes=run.shapes,
             row_groups=run.row_groups,

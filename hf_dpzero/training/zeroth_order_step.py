@@ -28,8 +28,8 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatc
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import Release, Trajectory
-from hf_dpzero.parallel.collectives import broadcast_, is_main, release_on_all
-from hf_dpzero.parallel.mesh import ALONE, Split
+from hf_dpzero.parallel.collectives import broadcast_, is_main, release_on_all_ranks
+from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
@@ -61,7 +61,7 @@ class ZerothOrderStep:
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.forward_passes`).
       weighting: of group-robust training, else None.
-      split: which rows and directions this process evaluates.
+      mesh: which rows and directions this process evaluates.
     """
 
     mechanism: Mechanism
@@ -74,7 +74,7 @@ class ZerothOrderStep:
     mechanism_at: Callable[[int], Any] | None = None
     smoothing_at: Callable[[int], float] | None = None
     weighting: GroupWeighting | None = None
-    split: Split = ALONE
+    mesh: ProcessMesh = ALONE
 
     def __call__(
         self,
@@ -83,7 +83,7 @@ class ZerothOrderStep:
         learning_rate: float,
         groups: Sequence[int] | None = None,
         row_groups: Sequence[int] = (),
-        agreed: int = 0,
+        batch_digest: int = 0,
     ) -> Tensor | None:
         """Takes a step.
 
@@ -96,7 +96,7 @@ class ZerothOrderStep:
           learning_rate: alpha.
           groups: averaged clipping: the group of each example, in order.
           row_groups: group-robust training: the group of each example, in order.
-          agreed: `batches.fingerprint` of the batch, compared between processes before any release.
+          batch_digest: of `batches.fingerprint`; compared between processes before any release.
 
         Returns:
           The un-noised, weighted differences, float64 [B, K] (private: for opt-in diagnostics only);
@@ -109,19 +109,19 @@ class ZerothOrderStep:
         if self.smoothing_at is not None:
             self.differences.smoothing = self.smoothing_at(step)
         with isolated_randomness():
-            x, losses = self.differences.with_losses(microbatches, directions, self.split)
+            x, losses = self.differences.with_losses(microbatches, directions, self.mesh)
         if self.weighting is not None:
             weights = self.weighting.begin()[np.asarray(row_groups, dtype=np.int64)]
             x = x * torch.from_numpy(weights).unsqueeze(1)
         mechanism = self._schedule.after(self.trajectory.releases)
         if isinstance(mechanism, VectorMechanism):
-            self._release_vector(mechanism, step, directions, x, learning_rate, agreed)
+            self._release_vector(mechanism, step, directions, x, learning_rate, batch_digest)
             return x
         own = mechanism.clip_sum(x, *([] if groups is None else [groups]))
-        total: list[Any] = self.split.sum_agreed(own, agreed)
+        total: list[Any] = self.mesh.sum_checked(own, batch_digest)
         of_groups: list[int] = []
         if self.weighting is not None:
-            of_groups = self.weighting.total(losses, row_groups, self.split.counts)
+            of_groups = self.weighting.total(losses, row_groups, self.mesh.counts)
 
         def released() -> tuple[float, ...]:
             values = tuple(mechanism.release(total, step, self.noise))
@@ -130,7 +130,7 @@ class ZerothOrderStep:
             return values
 
         rate = learning_rate * self._rate_for(mechanism, step)
-        release = release_on_all(self.trajectory, step, rate, released)
+        release = release_on_all_ranks(self.trajectory, step, rate, released)
         apply_release(self.space, self.trajectory, release, defer=self.defer)
         return x
 
@@ -156,13 +156,13 @@ class ZerothOrderStep:
         directions: Sequence[Direction],
         x: Tensor,
         learning_rate: float,
-        agreed: int,
+        batch_digest: int,
     ) -> None:
         """DPGD-0th: releases (sum_k total_k u_k + d-dimensional noise) / B as the update itself."""
         self.space.settle_()
         check_dimension(mechanism, self.space.dimension)
         own = mechanism.clip_sum(x, self.space.gram(directions))
-        totals = self.split.sum_agreed(own, agreed)
+        totals = self.mesh.sum_checked(own, batch_digest)
         self.trajectory.append(Release(step, (), learning_rate))
 
         def update(part: int, total: Tensor) -> Tensor:

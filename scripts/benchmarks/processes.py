@@ -94,7 +94,7 @@ def train(settings: dict[str, Any], told: Path) -> None:
                 "bytes": statistics.median(meter.sent),
                 "weights": digest.item(),
                 "dimension": sum(p.numel() for p in model.parameters()),
-                "mesh": [trainer.run.split.rows, trainer.run.split.directions],
+                "mesh": [trainer.run.mesh.rows, trainer.run.mesh.directions],
             }
             told.write_text(json.dumps(numbers))
         if world > 1:

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.run_folder import folder as run_files
+from hf_dpzero.run_folder import keys as run_keys
 
 pytestmark = pytest.mark.slow
 
@@ -71,13 +71,13 @@ def test_two_copies_of_a_killed_run_draw_other_batches(tmp_path: Path, batches: 
 
 def test_a_resumed_run_forgets_how_it_drew_before(tmp_path: Path, monkeypatch: Any) -> None:
     keys: list[bytes] = []
-    draw = run_files.new_sampler_key
+    draw = run_keys.new_sampler_key
 
     def recorded() -> bytes:
         keys.append(draw())
         return keys[-1]
 
-    monkeypatch.setattr(run_files, "new_sampler_key", recorded)
+    monkeypatch.setattr(run_keys, "new_sampler_key", recorded)
     folder = killed(tmp_path / "run")
     build(folder, **SETTINGS).train(resume_from_checkpoint=True)
     assert len(keys) == 2 and keys[0] != keys[1]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import several_processes as several
 import torch
-from training import several_processes as several
 
 from hf_dpzero import Trajectory
 from hf_dpzero.ledger.trajectory import Release

@@ -70,7 +70,6 @@ SAME = {
     "fixed-batches": {**_TEXTS, "sampling": "fixed_batches", "schedules.smoothing": "linear(0.5)"},
     "averaged": {**_TEXTS, "clipping": "averaged", "clipping_config.groups": 3},
     "dpgd": {**_TEXTS, "method": "dpgd-0th"},
-    "directions": {**_TEXTS, **_DIRECTIONS},
     "directions-half": {
         **_TEXTS, **_DIRECTIONS, "model": half, "num_directions": 3,
         "performance.perturbation_strategy": "auto",
@@ -109,7 +108,7 @@ def trainer_of(folder: Path, name: str, **more):
     """The trainer of a run."""
     others = {"noise": NOISE, "interrupted": INTERRUPTED}
     known = ALL.get(name) or others.get(name, _TEXTS)
-    settings = {"max_steps": 3, "eval_strategy": "no", **known, **more}
+    settings = {"max_steps": 2, "eval_strategy": "no", **known, **more}
     model = settings.pop("model", tiny_model)()
     collator = settings.pop("collator", None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -135,7 +134,7 @@ def train(folder: Path, world: int) -> dict[str, Any]:
             told[f"bytes {name}"] = (
                 meter.sent[1],
                 step_bytes(
-                    trainer.plan, trainer.run.args, trainer.run.split, trainer.run.sharded, count
+                    trainer.plan, trainer.run.args, trainer.run.mesh, trainer.run.sharded, count
                 ),
             )
         flat = torch.cat([p.detach().view(-1) for p in trainer.model.parameters()])

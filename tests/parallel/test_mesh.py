@@ -13,11 +13,10 @@ from tiny_texts import passes_of
 from hf_dpzero.batches.logical_batch import Rows, StepBatches, fingerprint
 from hf_dpzero.batches.placement import Placement
 from hf_dpzero.batches.shapes import PassShapes
-from hf_dpzero.parallel import agreement, collectives
-from hf_dpzero.parallel import mesh as split
+from hf_dpzero.parallel import agreement, collectives, mesh
 from hf_dpzero.parallel.agreement import checksum, source_digest
 from hf_dpzero.parallel.collectives import RankError, differing
-from hf_dpzero.parallel.mesh import Split, choose_split, direction_shares
+from hf_dpzero.parallel.mesh import ProcessMesh, choose_mesh, direction_shares
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler
@@ -59,7 +58,9 @@ def test_processes_that_share_directions_draw_the_same_widths():
     steps = StepBatches(rows, plan, key, 4, shapes=PassShapes(rows.collate_each, passes_of(4)))
     before = torch.get_rng_state()
     one, other, later = steps[0], steps[0], steps[1]
-    assert one["agreed"] == other["agreed"] and torch.equal(before, torch.get_rng_state())
+    assert one["batch_digest"] == other["batch_digest"] and torch.equal(
+        before, torch.get_rng_state()
+    )
     for mine, theirs in zip(one["microbatches"], other["microbatches"], strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     shapes = [[m["input_ids"].tolist() for m in step["microbatches"]] for step in (one, later)]
@@ -72,10 +73,10 @@ def test_an_empty_batch_has_empty_shares(shapes):
 
 @pytest.mark.parametrize(("total", "parts"), [(4, 2), (5, 4), (3, 3), (7, 2)])
 def test_every_direction_is_evaluated_by_one_part(total, parts):
-    own = [list(Split(rank, 2, parts).own(range(total))) for rank in range(2 * parts)]
+    own = [list(ProcessMesh(rank, 2, parts).own(range(total))) for rank in range(2 * parts)]
     assert list(itertools.chain(*own[:parts])) == list(range(total)) and own[:parts] == own[parts:]
     assert min(map(len, own)) >= 1
-    assert [Split(rank, 2, parts).counts for rank in range(2 * parts)] == 2 * (
+    assert [ProcessMesh(rank, 2, parts).counts for rank in range(2 * parts)] == 2 * (
         [True] + [False] * (parts - 1)
     )
 
@@ -83,18 +84,18 @@ def test_every_direction_is_evaluated_by_one_part(total, parts):
 def test_gathered_columns_stand_in_order(monkeypatch):
     """Five directions of four parts: blocks are padded to the widest, and the padding is dropped."""
     plus = torch.arange(15.0).reshape(3, 5)
-    splits = [Split(rank, 1, 4) for rank in range(4)]
+    splits = [ProcessMesh(rank, 1, 4) for rank in range(4)]
     blocks = []
 
     def keep(block, group):
         blocks.append(block)
         return blocks if len(blocks) == 4 else [block] * 4
 
-    monkeypatch.setattr(split, "gather_blocks", keep)
-    monkeypatch.setattr(Split, "_group", None)
+    monkeypatch.setattr(mesh, "gather_blocks", keep)
+    monkeypatch.setattr(ProcessMesh, "_group", None)
     for one in splits:
         columns = list(one.own(range(5)))
-        whole = one.whole(plus[:, columns], -plus[:, columns], 5)
+        whole = one.gathered(plus[:, columns], -plus[:, columns], 5)
     assert torch.equal(whole[0], plus) and torch.equal(whole[1], -plus)
     assert {block.shape for block in blocks} == {(2, 3, 2)}
 
@@ -138,7 +139,7 @@ def test_meshes_that_do_not_fit_are_refused(settings, words):
     usual |= {"method": "dpzero", "process_index": 0, "performance": asked}
     args = SimpleNamespace(**{**usual, **settings})
     with pytest.raises(ValueError, match=words):
-        choose_split(args, torch.nn.Linear(2, 2), lambda shares: 1.0 / shares, sharded)
+        choose_mesh(args, torch.nn.Linear(2, 2), lambda shares: 1.0 / shares, sharded)
 
 
 def test_a_fingerprint_tells_steps_and_shares_apart():
@@ -154,20 +155,20 @@ def test_a_fingerprint_tells_steps_and_shares_apart():
 @pytest.mark.parametrize("values", [[5, 7], [0.5], []])
 def test_sums_come_with_proof_that_all_agree(values, monkeypatch):
     """Two ranks with the numbers a and b: 2 (a^2 + b^2) = (a + b)^2 only for a = b."""
-    other = {"agreed": 77}
+    other = {"batch_digest": 77}
 
     def reduced(sent):
-        theirs = [*values, other["agreed"], other["agreed"] ** 2]
+        theirs = [*values, other["batch_digest"], other["batch_digest"] ** 2]
         return [type(a)(a + b) for a, b in zip(sent, theirs, strict=True)]
 
     monkeypatch.setattr(collectives, "active", lambda: True)
     monkeypatch.setattr(collectives.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(collectives, "sum_over_processes", reduced)
-    monkeypatch.setattr(collectives, "gather_numbers", lambda own: [own, other["agreed"]])
-    assert collectives.sum_and_agree(values, 77 + (5 << 22), "") == [2 * v for v in values]
-    other["agreed"] = 78
+    monkeypatch.setattr(collectives, "gather_numbers", lambda own: [own, other["batch_digest"]])
+    assert collectives.sum_checked(values, 77 + (5 << 22), "") == [2 * v for v in values]
+    other["batch_digest"] = 78
     with pytest.raises(RankError, match="rank 1 differs from rank 0 in the batch"):
-        collectives.sum_and_agree(values, 77, "in the batch")
+        collectives.sum_checked(values, 77, "in the batch")
 
 
 def test_the_ranks_that_differ_are_those_that_differ_from_most():

@@ -7,7 +7,7 @@ import pytest
 from hf_dpzero.ledger.log_file import LedgerWriteError
 from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.parallel import collectives
-from hf_dpzero.parallel.collectives import release_on_all
+from hf_dpzero.parallel.collectives import release_on_all_ranks
 
 HEADER = {"num_values": 2, "num_directions": 2}
 
@@ -37,7 +37,7 @@ def test_the_ledger_holds_a_release_when_others_hear_of_it(tmp_path, heard, monk
 
     monkeypatch.setattr(collectives, "numbers_of_main", then_looked_at)
     expected = Release(0, (0.5, -2.0), 1e-2)
-    assert release_on_all(trajectory, 0, 1e-2, lambda: (0.5, -2.0)) == expected
+    assert release_on_all_ranks(trajectory, 0, 1e-2, lambda: (0.5, -2.0)) == expected
     assert on_disk == [expected] and heard == [(0.5, -2.0)]
 
 
@@ -45,7 +45,7 @@ def test_nobody_hears_of_a_release_that_was_not_written(tmp_path, heard, monkeyp
     trajectory = Trajectory.create(tmp_path / "trajectory.ledger", HEADER)
     trajectory.path = tmp_path / "gone" / "trajectory.ledger"
     with pytest.raises(LedgerWriteError, match="step 0 could not be written"):
-        release_on_all(trajectory, 0, 1e-2, lambda: (0.5, -2.0))
+        release_on_all_ranks(trajectory, 0, 1e-2, lambda: (0.5, -2.0))
     assert heard == [] and trajectory.releases == []
 
 
@@ -53,5 +53,5 @@ def test_another_process_notes_what_it_was_told_and_draws_nothing(monkeypatch):
     monkeypatch.setattr(collectives, "is_main", lambda: False)
     monkeypatch.setattr(collectives, "numbers_of_main", lambda numbers, count: (1.0, 2.0))
     trajectory = Trajectory(HEADER)
-    release_on_all(trajectory, 0, 0.1, lambda: pytest.fail("drew noise of its own"))
+    release_on_all_ranks(trajectory, 0, 0.1, lambda: pytest.fail("drew noise of its own"))
     assert trajectory.releases == [Release(0, (1.0, 2.0), 0.1)]

@@ -109,18 +109,18 @@ def test_objectives_of_many_passes_are_refused(tmp_path):
 
 def test_processes_that_compute_other_losses_are_refused(monkeypatch):
     losses = torch.tensor([0.5, float("nan")])
-    assert fsdp.agreed(losses) is losses
+    assert fsdp.assert_same_losses(losses) is losses
     monkeypatch.setattr(collectives, "gather_numbers", lambda digest: [digest, digest + 1])
     with pytest.raises(ValueError, match="other losses for the same rows"):
-        fsdp.agreed(losses)
+        fsdp.assert_same_losses(losses)
 
 
 def test_a_whole_models_state_is_its_state_dict():
     model = tiny_model()
-    found, expected = fsdp.whole_state(model), model.state_dict()
+    found, expected = fsdp.gathered_state(model), model.state_dict()
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert fsdp.whole_state(model, keep=False) == {}
+    assert fsdp.gathered_state(model, keep=False) == {}
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -130,8 +130,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     fsdp.check_uncut(model)
     values = {name: tensor.clone() + 1 for name, tensor in model.state_dict().items()}
     save_file(values, tmp_path / "model.safetensors")
-    fsdp.load_whole_(model, str(tmp_path))
+    fsdp.load_gathered_(model, str(tmp_path))
     assert torch.equal(model.classifier.bias, values["classifier.bias"])
     save_file(values | {"more": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds more, \[1\], which this model does not have"):
-        fsdp.load_whole_(model, str(tmp_path))
+        fsdp.load_gathered_(model, str(tmp_path))

@@ -102,7 +102,7 @@ def stopped(folder: Path, settings: dict[str, Any], *callbacks: Any, resume: boo
 def steps_of(folder: Path) -> tuple[int, int]:
     """Steps that are paid, and of the last checkpoint, which is read."""
     log = Trajectory.load(folder / LEDGER_NAME)
-    found = checkpoints.whole_checkpoints(folder)
+    found = checkpoints.complete_checkpoints(folder)
     if not found:
         return log.next_step, 0
     checkpoints.load_state(str(found[-1]), log)

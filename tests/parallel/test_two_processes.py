@@ -1,0 +1,301 @@
+"""Two processes: what both hold alike is compared, the report names them, and one goes on from theirs.
+
+They are started once, for all of this file (`in_both`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from several_processes import Stop, in_processes, started
+from tiny_runs import build, tiny_model
+from transformers import TrainerCallback
+
+from hf_dpzero import PrivacyReport, Trajectory
+from hf_dpzero.checks import processes
+from hf_dpzero.parallel.collectives import RankError
+from hf_dpzero.reporting.hub import build_hub_folder
+from hf_dpzero.reporting.verification import report_of
+
+SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_backend": "gloo"}
+
+
+def buffered() -> torch.nn.Module:
+    """With a buffer that is saved, and one that is not."""
+    model = tiny_model()
+    model.classifier.register_buffer("scales", torch.ones(3))
+    model.classifier.register_buffer("cache", torch.ones(3), persistent=False)
+    return model
+
+
+def nudge_weight(trainer: Any) -> None:
+    with torch.no_grad():
+        next(trainer.model.parameters()).view(-1)[3] += 2.0**-10
+
+
+def nudge_release(trainer: Any) -> None:
+    last = trainer.trajectory.releases[-1]
+    values = (last.values[0] + 2.0**-20, *last.values[1:])
+    trainer.trajectory.releases[-1] = last._replace(values=values)
+
+
+def nudge_rate(trainer: Any) -> None:
+    last = trainer.trajectory.releases[-1]
+    rate = last.learning_rate * (1 + 2.0**-50)
+    trainer.trajectory.releases[-1] = last._replace(learning_rate=rate)
+
+
+def nudge_exponent(trainer: Any) -> None:
+    trainer.space._grids[0].exponents[0] += 1
+
+
+def nudge_bound(trainer: Any) -> None:
+    trainer.space._grids[0].bounds[0] *= 1 + 2.0**-40
+
+
+def nudge_buffer(trainer: Any) -> None:
+    trainer.model.classifier.scales[2] += 2.0**-20
+
+
+WORDS = {
+    nudge_weight: "trained weights",
+    nudge_release: "releases",
+    nudge_rate: "releases",
+    nudge_exponent: "grids of the trained weights",
+    nudge_bound: "grids of the trained weights",
+    nudge_buffer: "saved buffers",
+}
+IN_PARTS = [nudge_release, nudge_bound, nudge_buffer]
+
+
+@pytest.mark.parametrize("nudge", WORDS)
+def test_one_changed_bit_is_noticed_and_named(tmp_path: Path, monkeypatch, nudge) -> None:
+    """The second of two ranks drifts; what the first one holds is what this one held before."""
+    trainer = build(tmp_path, buffered(), max_steps=2)
+    trainer.train()
+    trainer.model.classifier.cache += 1.0  # follows from the rows that a rank saw last: may differ
+    before = processes.replicated(trainer.run, 2)
+    whole = processes.number_of(list(before.values()))
+    monkeypatch.setattr(processes, "active", lambda: True)
+
+    def gathered(own: int) -> list[int]:
+        """The first rank's number of what is asked: all of it first, then one after another."""
+        return [asked.pop(0), own]
+
+    monkeypatch.setattr(processes, "gather_numbers", gathered)
+    asked = [whole]
+    processes.check_weights(trainer.run, 2)
+    assert asked == []
+    nudge(trainer)
+    asked = [whole, *before.values()]
+    trainer.run.compared = False
+    with pytest.raises(RankError) as raised:
+        processes.check_weights(trainer.run, 2)
+    assert str(raised.value).startswith(
+        f"rank 1 differs from rank 0 in the {WORDS[nudge]} before step 2:"
+    )
+    others = before.keys() - {WORDS[nudge]}
+    assert not any(f"in the {other} " in str(raised.value) for other in others)
+
+
+def test_it_is_compared_at_the_first_step_and_every_so_many(tmp_path: Path, monkeypatch) -> None:
+    trainer = build(tmp_path, max_steps=2)
+    trainer.train()
+    compared, trainer.run.compared = [], False
+    monkeypatch.setattr(processes, "active", lambda: True)
+    monkeypatch.setattr(processes, "gather_numbers", lambda own: compared.append(step) or [own])
+    for step in (*range(7, 210), None):
+        processes.check_weights(trainer.run, step)
+    assert compared == [7, 100, 200, None]
+
+
+class Drift(TrainerCallback):
+    """Changes something on the last rank after the first step."""
+
+    def __init__(self, trainer: Any, nudge: Any) -> None:
+        self.trainer, self.nudge = trainer, nudge
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and args.process_index:
+            self.nudge(self.trainer)
+
+
+def drifted(folder: Path, rank: int) -> None:
+    """Runs of two processes that hold halves, of which the last one drifts; and one without."""
+    processes.EVERY = 2
+    told = {}
+    for nudge in (None, *IN_PARTS):
+        name = nudge.__name__ if nudge else "none"
+        trainer = build(folder / name, buffered(), max_steps=4, microbatch_size=1, **SHARDED)
+        assert trainer.shards
+        if nudge:
+            trainer.add_callback(Drift(trainer, nudge))
+        try:
+            trainer.train()
+        except RankError as error:
+            told[name] = str(error)
+    (folder / f"told.{rank}").write_text(json.dumps(told))
+
+
+SECRET = {"insecure_noise_seed": None, "sampler_key": None, "microbatch_size": 1}
+RUNS = {
+    "rows": {},
+    "directions": {
+        "num_directions": 2, "direction_parallel_size": 2, "perturbation_strategy": "whole_model",
+    },
+    "parts": {"fsdp": True, "fsdp_config": {"version": 2}},  # last: Accelerate keeps its plugin
+}  # fmt: skip
+MESHES = {
+    "rows": "2 (2 shares of the rows)",
+    "directions": "2 (2 shares of the directions)",
+    "parts": "2 (2 shares of the rows, parameters in parts by FSDP2)",
+}
+
+
+def made(folder: Path, name: str, **more):
+    return build(folder / name, max_steps=6, **SECRET, **more)
+
+
+def reported(folder: Path) -> None:
+    """Three steps of six, of each run."""
+    for name, settings in RUNS.items():
+        trainer = made(folder, name, ddp_backend="gloo", **settings)
+        trainer.add_callback(Stop())
+        trainer.train()
+        trainer.save_model()
+        told = trainer.privacy_report().to_dict()
+        (folder / f"{name}.rank{trainer.args.process_index}").write_text(json.dumps(told))
+
+
+SETTINGS: dict[str, Any] = {"max_steps": 4, "microbatch_size": 1, "num_directions": 2}
+SAVED = {"saved": {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}, "ledger": {}}
+
+
+class Lost(TrainerCallback):
+    """Ends a run after its second step, with nothing written but what was there."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise InterruptedError
+
+
+def left_behind(folder: Path) -> None:
+    """Runs that end in the middle, with a checkpoint and without any."""
+    for name, saved in SAVED.items():
+        given = {"callbacks": [Lost()]}
+        trainer = build(
+            folder / name, trainer_settings=given, ddp_backend="gloo", **SETTINGS, **saved
+        )
+        with pytest.raises(InterruptedError):
+            trainer.train()
+
+
+def in_both(folder: Path, rank: int) -> None:
+    left_behind(folder)
+    reported(
+        folder
+    )  # its last run cuts the model, and Accelerate keeps its plugin: so do the others
+    drifted(folder, rank)
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("of2")
+    with started(__file__, str(folder), log=folder / "log") as process:
+        status = process.wait(timeout=900)
+    assert status == 0, (folder / "log").read_text(errors="replace")[-3000:]
+    return folder
+
+
+def links(report: PrivacyReport) -> list[str]:
+    return [caveat for caveat in report.caveats if "torch.distributed" in caveat]
+
+
+def test_one_process_is_told_and_assumes_nothing(tmp_path: Path) -> None:
+    trainer = made(tmp_path, "one")
+    assert trainer.privacy_report().processes == ""  # nothing ran yet
+    trainer.add_callback(Stop())
+    trainer.train()
+    trainer.save_model()
+    for again in range(2):  # the second resumes, and then has nothing left to do
+        resumed = made(tmp_path, "one")
+        resumed.train(resume_from_checkpoint=True)
+        resumed.save_model()
+        report = PrivacyReport.load(tmp_path / "one")
+        assert report.processes == "1" and report.steps == 6, again
+    assert ("processes", "1 at the start") in report.rows() and links(report) == []
+
+
+def test_a_shipped_report_says_what_the_ledger_says(tmp_path: Path) -> None:
+    trainer = made(tmp_path, "one")
+    trainer.train()
+    trainer.save_model()
+    path = tmp_path / "one" / "privacy_report.json"
+    own = json.loads(path.read_text())
+    hub = build_hub_folder(tmp_path / "one", tmp_path / "hub")
+    assert report_of(hub).processes == own["processes"] == "1"
+    shipped = hub / path.name
+    shipped.write_text(json.dumps({**own, "processes": "2 (2 shares of the rows)"}))
+    with pytest.raises(ValueError, match="not of the same run.*processes"):
+        report_of(hub)
+
+
+@pytest.mark.slow
+def test_processes_with_parts_stop_where_one_drifts(of_two: Path) -> None:
+    told = [json.loads((of_two / f"told.{rank}").read_text()) for rank in (0, 1)]
+    assert told[0] == told[1] and set(told[0]) == {nudge.__name__ for nudge in IN_PARTS}
+    for nudge in IN_PARTS:
+        error = told[0][nudge.__name__]
+        assert f"rank 1 differs from rank 0 in the {WORDS[nudge]} before step 2" in error
+        ledger = Trajectory.load(of_two / nudge.__name__ / "trajectory.ledger")
+        assert ledger.next_step == 2  # nothing was released after it was noticed
+    assert Trajectory.load(of_two / "none" / "trajectory.ledger").next_step == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_and_what_is_assumed_of_their_links(of_two: Path, name: str) -> None:
+    """In the report of all ranks, and still when one process went on."""
+    report = PrivacyReport.load(of_two / name)
+    assert report.private and report.processes == MESHES[name]
+    assert ("processes", f"{MESHES[name]} at the start") in report.rows()
+    (caveat,) = links(report)
+    ranks = [json.loads((of_two / f"{name}.rank{rank}").read_text()) for rank in (0, 1)]
+    assert ranks[0]["processes"] == ranks[1]["processes"] == report.processes
+
+    settings = {"num_directions": 2} if name == "directions" else {}
+    resumed = made(of_two, name, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model()
+    report = PrivacyReport.load(of_two / name)
+    assert report.steps == 6 and report.processes == MESHES[name] and links(report) == [caveat]
+    card = (build_hub_folder(of_two / name, of_two / f"{name}-hub") / "README.md").read_text()
+    assert f"| processes | {MESHES[name]} at the start |" in card and caveat in card
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVED)
+def test_a_run_of_two_processes_goes_on_in_one(of_two: Path, tmp_path: Path, name: str) -> None:
+    """As if nothing had happened. The other way round: test_distributed.py."""
+    assert Trajectory.load(of_two / name / "trajectory.ledger").next_step == 2
+    assert (of_two / name / "checkpoint-1").is_dir() == (name == "saved")  # ended before the next
+    folders = tmp_path / "straight", of_two / name
+    for folder in folders:
+        trainer = build(folder, **SETTINGS, **SAVED[name])
+        trainer.train(resume_from_checkpoint=folder == folders[1] or None)
+        trainer.save_model()
+    logs = [Trajectory.load(folder / "trajectory.ledger").releases for folder in folders]
+    assert logs[0] == logs[1] and len(logs[0]) == 4
+    saved = [load_file(folder / "model.safetensors") for folder in folders]
+    assert saved[0].keys() == saved[1].keys()
+    assert all((saved[0][key] == saved[1][key]).all() for key in saved[0])
+
+
+if __name__ == "__main__":
+    in_processes(2, lambda rank: in_both(Path(sys.argv[1]), rank))
