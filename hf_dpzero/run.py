@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, WrappedObjective
-from hf_dpzero.parallel.mesh import ALONE
+from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
 
 if TYPE_CHECKING:
     import numpy as np

@@ -143,7 +143,11 @@ def drifted(folder: Path, rank: int) -> None:
     (folder / f"told.{rank}").write_text(json.dumps(told))
 
 
-SECRET = {"insecure_noise_seed": None, "sampler_key": None, "microbatch_size": 1}
+SECRET = {
+    "testing.insecure_noise_seed": None,
+    "testing.sampler_key": None,
+    "microbatch_size": 1,
+}
 RUNS = {
     "rows": {},
     "directions": {
