@@ -114,7 +114,7 @@ def trainer_of(folder: Path, name: str, **more):
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         settings["ddp_backend"] = "gloo"
     else:
-        settings.pop("direction_parallel_size", None)
+        settings.pop("performance.direction_parallel_size", None)
     trainer = build(folder / name, model, **settings)
     if collator is not None:
         trainer.data_collator = collator

@@ -18,7 +18,7 @@ from hf_dpzero.run_folder import base_model
 
 pytestmark = pytest.mark.slow
 
-VALUES = "base_model.safetensors"
+VALUES = "initial_values.safetensors"
 
 
 @pytest.fixture

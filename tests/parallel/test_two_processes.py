@@ -151,7 +151,8 @@ SECRET = {
 RUNS = {
     "rows": {},
     "directions": {
-        "num_directions": 2, "direction_parallel_size": 2, "perturbation_strategy": "whole_model",
+        "num_directions": 2, "performance.direction_parallel_size": 2,
+        "performance.perturbation_strategy": "whole_model",
     },
     "parts": {"fsdp": True, "fsdp_config": {"version": 2}},  # last: Accelerate keeps its plugin
 }  # fmt: skip
