@@ -22,7 +22,7 @@ from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
 from hf_dpzero.parallel.mesh import step_bytes
-from hf_dpzero.training.progress import StepMeter
+from hf_dpzero.training.step_meter import StepMeter
 
 
 def texts(rows: int = 60) -> Dataset:

@@ -79,7 +79,7 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
     `seconds_per_step` and `peak_memory_bytes` are those of training steps alone (`StepMeter`). All
     files are written after training, so a run that is refused or interrupted leaves no results.
     """
-    from hf_dpzero.training.progress import StepMeter
+    from hf_dpzero.training.step_meter import StepMeter
     from hf_dpzero.training.termination import heeding
 
     zero_shot = trainer.evaluate(metric_key_prefix="zero_shot")

@@ -230,7 +230,7 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         Use(
             REFUSED,
             "logs peaks of memory, which tell the sizes of private batches: leave it True, and look at "
-            "hf_dpzero.training.progress.StepMeter.",
+            "hf_dpzero.training.step_meter.StepMeter.",
             PRIVATE,
         ),
         Use(WORKS),

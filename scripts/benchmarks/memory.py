@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hf_dpzero.training import progress
+from hf_dpzero.training import step_meter
 from scripts.benchmarks.clock import said
 from scripts.benchmarks.settings import StepBench
 from scripts.benchmarks.shapes import empty_model
@@ -108,16 +108,16 @@ def peak_bytes(bench: StepBench, phase: str) -> int:
     if torch.device(bench.device).type == "cuda":
         before = torch.cuda.memory_allocated(bench.device)
     else:
-        progress.forget_peak(bench.device)
-        before = progress.peak_bytes(bench.device)
+        step_meter.forget_peak(bench.device)
+        before = step_meter.peak_bytes(bench.device)
     _two_rounds(bench, phase)
-    return progress.peak_bytes(bench.device) - before
+    return step_meter.peak_bytes(bench.device) - before
 
 
 def _two_rounds(bench: StepBench, phase: str) -> None:
     """The model is built before the peak is forgotten."""
     model, batch = build(bench)
-    progress.forget_peak(bench.device)
+    step_meter.forget_peak(bench.device)
     step = STEPS[phase](bench, model, batch)
     for number in range(2):
         step(number)

@@ -57,7 +57,7 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def train(settings: dict[str, Any], told: Path) -> None:
     """Trains in this process, one of perhaps several, and writes what a step took (rank 0)."""
     from hf_dpzero import DPZeroConfig, DPZeroTrainer
-    from hf_dpzero.training.progress import StepMeter
+    from hf_dpzero.training.step_meter import StepMeter
     from scripts.benchmarks.shapes import build_config, empty_model, fill_
 
     torch.set_num_threads(settings["threads"])

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hf_dpzero.training import progress
-from hf_dpzero.training.progress import StepMeter
+from hf_dpzero.training import step_meter
+from hf_dpzero.training.step_meter import StepMeter
 
 
 def test_the_meter_leaves_out_what_lies_between_steps(monkeypatch):
     """Steps of 1, 2 and 4 s, and pauses of 10 s: the median is 2."""
     ticks = iter([0.0, 1.0, 11.0, 13.0, 23.0, 27.0])
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(step_meter.time, "perf_counter", lambda: next(ticks))
     meter = StepMeter("cpu")
     assert meter.metrics() == {}
     for _ in range(3):
