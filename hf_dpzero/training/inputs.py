@@ -12,7 +12,6 @@ import torch
 import transformers
 from torch import nn
 
-from hf_dpzero.checks import data as data_checks
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.parallel.offload import settle_offloaded
@@ -86,7 +85,6 @@ def load_inputs(
     if prepares_itself(kind):
         return model, None
     _check_kinds(kind, model, {**settings, "compute_per_example_loss": own_loss})
-    data_checks.check_rows(settings.get("train_dataset"))
     peft_config = settings.pop("peft_config", None)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)

@@ -106,14 +106,7 @@ class TextRows:
             raise ValueError(
                 f"formatting_func was given, and {name} has input_ids already: leave one of them out."
             )
-        shape = Formatted(self.formatting, name)
-        if isinstance(dataset, datasets.Dataset):
-            plain = dataset.with_format(None)
-            with self.args.main_process_first(desc=f"formatting {name}"):
-                return plain.map(shape, with_indices=True, remove_columns=plain.column_names)
-        if isinstance(dataset, datasets.IterableDataset):
-            return dataset.map(shape, with_indices=True, remove_columns=list(row))
-        return [shape(dataset[number], number) for number in range(len(dataset))]
+        return self._mapped(dataset, Formatted(self.formatting, name), name, row)
 
     def _rows(self, dataset: Any, name: str) -> Any:
         row = None if self._reads_rows or self.model is None else _first(dataset)
@@ -164,26 +157,28 @@ class TextRows:
     def _tokenised(self, dataset: Any, row: Mapping[str, Any], name: str) -> Any:
         if self.collator is None:
             self.collator = PadTokens(pad_token(self.tokenizer))
-        encode = Encoder(self.tokenizer, self._max_length(), name, form_of(row))
-        if isinstance(dataset, datasets.Dataset):
-            if dataset.format["type"] == "custom":
-                raise ValueError(
-                    f"{name} has a transform that makes its texts on access (with_transform): apply it "
-                    "with dataset.map first, or let it return input_ids and labels."
-                )
-            stored = dataset.with_format(None)
-            with self.args.main_process_first(desc=f"tokenising {name}"):
-                return stored.map(
-                    encode, with_indices=True, remove_columns=stored.column_names, desc="tokenising"
-                )
-        if isinstance(dataset, datasets.IterableDataset):
-            return dataset.map(encode, with_indices=True, remove_columns=list(row))
-        return [encode(dataset[number], number) for number in range(len(dataset))]
-
-    def _max_length(self) -> int:
-        """max_length, and no more than the model takes."""
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
+            raise ValueError(
+                f"{name} has a transform that makes its texts on access (with_transform): apply it "
+                "with dataset.map first, or let it return input_ids and labels."
+            )
         asked, most = self.args.max_length, context_length(self.model)
-        return min(asked or 1 << 30, most or 1 << 30)
+        length = min(asked or 1 << 30, most or 1 << 30)
+        encode = Encoder(self.tokenizer, length, name, form_of(row))
+        return self._mapped(dataset, encode, name, row)
+
+    def _mapped(
+        self, dataset: Any, function: Formatted | Encoder, name: str, row: Mapping[str, Any]
+    ) -> Any:
+        """Rows that a function of each row and its number made, as many as before."""
+        if isinstance(dataset, datasets.Dataset):
+            # Formats decide what a cell looks like, and the function is to see what is stored.
+            stored = dataset.with_format(None)
+            with self.args.main_process_first(desc=f"preparing {name}"):
+                return stored.map(function, with_indices=True, remove_columns=stored.column_names)
+        if isinstance(dataset, datasets.IterableDataset):
+            return dataset.map(function, with_indices=True, remove_columns=list(row))
+        return [function(dataset[number], number) for number in range(len(dataset))]
 
 
 @dataclass(frozen=True)

@@ -118,15 +118,14 @@ class DPZeroMixin(PublishingTrainer):
                 f"noise is a {type(noise).__name__}: pass a NoiseSource, or leave it out."
             )
         settings = by_name(type(self), positional, settings)
-        own_loss = compute_per_example_loss
+        given, own_loss = settings.get("train_dataset"), compute_per_example_loss
+        data_checks.check_rows(given)
         model, self._texts = load_inputs(type(self), model, args, settings, own_loss)
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             check_placement(model)
             model = unwrapped(model)
             if own_loss is None:
                 select_objective(model)  # refuses a head without an objective
-        given = data_checks.passed_rows(super().__init__, (), settings)
-        data_checks.check_rows(given)
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
         collectives.check_launch(self.accelerator)
