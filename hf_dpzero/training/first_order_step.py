@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,18 @@ _BACKWARD_HOOK = (
     "watches gradients, such as wandb.watch): take it off."
 )
 CHUNK = 1 << 19  # noise is drawn for this many coordinates at a time
+
+
+class Gradients(Protocol):
+    """Sums gradients of examples (see `PerExampleGradients`)."""
+
+    model: nn.Module
+    parameters: list[nn.Parameter]
+
+    def weighted_sum(
+        self, microbatches: Sequence[Any], weigh: Callable[[Tensor], Tensor], /
+    ) -> tuple[list[Tensor], Tensor]:
+        """Returns sum_i w_i g_i for each parameter, float64, and the norms [B] that weights are of."""
 
 
 class PlainGradients:
@@ -159,11 +171,11 @@ class FirstOrderStep:
     """
 
     mechanism: Mechanism
-    gradients: Any
+    gradients: Gradients
     noise: NoiseSource
     trajectory: Trajectory
     signal: ReleasedSignal | None = None
-    mechanism_at: Callable[[int], Any] | None = None
+    mechanism_at: Callable[[int], Mechanism] | None = None
     weighting: GroupWeighting | None = None
     weighed: WeighedLosses | None = None
     split: Split = ALONE

@@ -326,7 +326,11 @@ class StepMeter(TrainerCallback):
         self._since: float | None = None
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Forgets the peak so far and starts the clock."""
         self.device = self.device or args.device

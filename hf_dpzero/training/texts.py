@@ -13,8 +13,12 @@ from typing import Any
 
 import datasets
 import torch
-from torch import Tensor
-from transformers import DataCollatorForSeq2Seq, DataCollatorForTokenClassification
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from hf_dpzero.batches.shapes import context_length
@@ -26,6 +30,8 @@ from hf_dpzero.objectives.losses import takes
 from hf_dpzero.settings.config import DPZeroConfig
 
 logger = logging.get_logger(__name__)
+
+Row = Mapping[str, Any]
 
 
 class TextRows:
@@ -127,7 +133,7 @@ class TextRows:
         self._check(row, words, name)
         return self._tokenised(dataset, row, name)
 
-    def _check(self, row: Mapping[str, Any], words: list[str], name: str) -> None:
+    def _check(self, row: Row, words: list[str], name: str) -> None:
         form = form_of(row)
         if form is None or not _is_causal(self.model):
             raise ValueError(
@@ -154,7 +160,7 @@ class TextRows:
         if form != TEXT and not isinstance(row[form[0]], str):
             check_template(self.tokenizer, form, name)
 
-    def _tokenised(self, dataset: Any, row: Mapping[str, Any], name: str) -> Any:
+    def _tokenised(self, dataset: Any, row: Row, name: str) -> Any:
         if self.collator is None:
             self.collator = PadTokens(pad_token(self.tokenizer))
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
@@ -167,9 +173,7 @@ class TextRows:
         encode = Encoder(self.tokenizer, length, name, form_of(row))
         return self._mapped(dataset, encode, name, row)
 
-    def _mapped(
-        self, dataset: Any, function: Formatted | Encoder, name: str, row: Mapping[str, Any]
-    ) -> Any:
+    def _mapped(self, dataset: Any, function: Formatted | Encoder, name: str, row: Row) -> Any:
         """Rows that a function of each row and its number made, as many as before."""
         if isinstance(dataset, datasets.Dataset):
             # Formats decide what a cell looks like, and the function is to see what is stored.
@@ -214,7 +218,7 @@ class Formatted:
         return {"text": text}
 
 
-def _is_causal(model: Any) -> bool:
+def _is_causal(model: nn.Module) -> bool:
     try:
         return select_objective(model) is causal_lm_objective
     except ValueError:  # a head with a loss of the user's own
@@ -232,14 +236,14 @@ def _first(dataset: Any) -> Any:
         return dataset[0]
 
 
-def _is_text(cell: Any) -> bool:
+def _is_text(cell: object) -> bool:
     """A text, or a list of texts or messages."""
     return isinstance(cell, str) or (
         isinstance(cell, list) and bool(cell) and isinstance(cell[0], (str, Mapping))
     )
 
 
-def _check_label(row: Mapping[str, Any], name: str) -> None:
+def _check_label(row: Row, name: str) -> None:
     for column in LABEL_COLUMNS:
         if isinstance(row.get(column), str):
             raise ValueError(
@@ -284,7 +288,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _QUESTION, _ANSWER = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes."}
 
 
-def form_of(row: Any) -> tuple[str, ...] | None:
+def form_of(row: object) -> tuple[str, ...] | None:
     """The columns of one of `FORMS` that a row has; None for other rows, and for tokenised ones."""
     if not isinstance(row, Mapping) or "input_ids" in row:
         return None
@@ -302,12 +306,12 @@ class Encoder:
       form: one of `FORMS` that all rows have, for what a row is follows from it; None for any.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     max_length: int
     name: str = "train_dataset"
     form: tuple[str, ...] | None = None
 
-    def __call__(self, row: Mapping[str, Any], number: int) -> dict[str, list[int]]:
+    def __call__(self, row: Row, number: int) -> dict[str, list[int]]:
         """Encodes one row.
 
         Args:
@@ -342,9 +346,7 @@ class Encoder:
             ids, labels = [pad_token(self.tokenizer)], [IGNORED]
         return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
 
-    def _encoded(
-        self, row: Mapping[str, Any], form: tuple[str, ...]
-    ) -> tuple[list[int], list[int]]:
+    def _encoded(self, row: Row, form: tuple[str, ...]) -> tuple[list[int], list[int]]:
         """Token ids and labels, of any length."""
         tools = row.get("tools")
         if form == MESSAGES:
@@ -358,7 +360,7 @@ class Encoder:
         asked = self._chat(prompt, tools, add_generation_prompt=True)["input_ids"]
         return _after(asked, self._chat(prompt + completion, tools)["input_ids"])
 
-    def _messages(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+    def _messages(self, messages: list[Row], tools: Any) -> tuple[list[int], list[int]]:
         if marks_generation(self.tokenizer):
             whole = self._chat(messages, tools, return_assistant_tokens_mask=True)
             marked = zip(whole["input_ids"], whole["assistant_masks"], strict=True)
@@ -383,12 +385,12 @@ class Encoder:
         end = self.tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any, **how: Any) -> Any:
+    def _chat(self, messages: Sequence[Row], tools: Any, **how: Any) -> Any:
         """`input_ids`, and `assistant_masks` where asked for."""
-        settings = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+        settings: dict[str, Any] = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
         if tools is not None:
             settings["tools"] = tools
-        return self.tokenizer.apply_chat_template(list(messages), **settings, **how)
+        return self.tokenizer.apply_chat_template([dict(m) for m in messages], **settings, **how)
 
 
 def _after(prompt: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
@@ -401,7 +403,7 @@ def _after(prompt: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
     return whole, [IGNORED] * common + whole[common:]
 
 
-def _check_cell(cell: Any, column: str, where: str) -> None:
+def _check_cell(cell: object, column: str, where: str) -> None:
     turns = isinstance(cell, list) and all(isinstance(m, Mapping) and "role" in m for m in cell)
     if (turns and (cell or column == "prompt")) or (column != "messages" and isinstance(cell, str)):
         return
@@ -412,12 +414,12 @@ def _check_cell(cell: Any, column: str, where: str) -> None:
     )
 
 
-def marks_generation(tokenizer: Any) -> bool:
+def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template says which tokens the assistant wrote."""
     return bool(_GENERATION.search(str(tokenizer.get_chat_template())))
 
 
-def check_template(tokenizer: Any, form: tuple[str, ...], name: str) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase, form: tuple[str, ...], name: str) -> None:
     """Refuses a tokenizer that cannot tell an answer from what was asked.
 
     Tried on two made-up turns, so the outcome depends on no row.
@@ -454,7 +456,7 @@ def check_template(tokenizer: Any, form: tuple[str, ...], name: str) -> None:
         )
 
 
-def pad_token(tokenizer: Any) -> int:
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id that fills rows up; they are masked, so any will do where there is no pad token."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(number) for number in ids if number is not None), 0)
@@ -470,7 +472,7 @@ class PadTokens:
 
     pad: int
 
-    def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask` and `labels`, `[B, T]` int64."""
         ids = [torch.as_tensor(row["input_ids"]) for row in rows]
         labels = [torch.as_tensor(row["labels"]) for row in rows]
