@@ -140,7 +140,7 @@ BUGS = (
         "        self.method.settle_()\n        if not hasattr(self.model, \"peft_config\"):",
         "        if not hasattr(self.model, \"peft_config\"):",
         (("hf_dpzero/training/publishing.py",
-        "        if self._weights is not None:\n            self.method.settle_()\n"
+        "        if run is not None and run.begun:\n            run.method.settle_()\n"
         "        if self._trained",
         "        if self._trained"),
         ("hf_dpzero/estimators/forward_passes.py",

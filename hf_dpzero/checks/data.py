@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -64,20 +63,6 @@ def check_rows(dataset: Any) -> None:
             f"train_dataset is a {type(dataset).__name__} without length or random access: a "
             "streamed data set cannot be sampled as the plan accounts; load it as a map-style one."
         )
-
-
-def passed_rows(init: Callable[..., None], positional: Sequence[Any], settings: Any) -> Any:
-    """`train_dataset` of a call of a trainer's `__init__`, by name or by place; None without one.
-
-    Args:
-      init: bound.
-      positional: arguments after model and args; an `init` that names none has Trainer's order.
-      settings: arguments by name.
-    """
-    names = list(inspect.signature(init).parameters)[2:]
-    if "train_dataset" not in names:
-        names = ["data_collator", "train_dataset"]
-    return {**dict(zip(names, positional, strict=False)), **settings}.get("train_dataset")
 
 
 def check_draws(collator: Any, dataset: Any) -> None:

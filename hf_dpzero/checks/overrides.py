@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer
 from transformers.utils import logging
 
+from hf_dpzero.objectives.losses import PerExampleLoss
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.hf_arguments import refuse_fields
 
 logger = logging.get_logger(__name__)
@@ -28,51 +31,95 @@ _LOSS = (
 )
 
 
-def check_overrides(trainer: Any) -> None:
-    """Calls `refuse_overrides`, and names in one warning what training does not use.
+@dataclass(frozen=True)
+class Given:
+    """What a trainer has of its user, when it is made or when it trains.
+
+    Attributes:
+      kind: its class.
+      args: its settings.
+      per_example_loss: that training uses, or None.
+      compute_loss: whether one was set on the trainer itself.
+      compute_loss_func: as in Trainer.
+      optimizer: an optimizer or its class, or None; as the scheduler, of a run that has not begun.
+      scheduler: of learning rates, or None.
+      callbacks: all of the trainer's.
+    """
+
+    kind: type
+    args: DPZeroConfig
+    per_example_loss: PerExampleLoss | None
+    compute_loss: bool
+    compute_loss_func: object
+    optimizer: object
+    scheduler: LRScheduler | None
+    callbacks: Sequence[object]
+
+
+def warn_of_unused(given: Given) -> None:
+    """Names in one warning what training does not use.
 
     A learning-rate scheduler in `optimizers=(None, scheduler)` is honoured in zeroth-order runs, and an
     overridden `create_scheduler` in all: learning rates are public.
 
-    Args:
-      trainer: a `DPZeroTrainer` that has its arguments.
+    Raises:
+      ValueError: a method that the accounting rests on is overridden; says what to use instead.
+    """
+    args, unused = given.args, []
+    for name, instead in INSTEAD.items():
+        owner, above = overriding(given.kind, name)
+        if owner and above:
+            raise ValueError(
+                f"{owner.__name__}.{name} replaces what the accounting rests on, or is never called: "
+                f"{instead}."
+            )
+        if owner:
+            unused.append(f"{owner.__name__}.{name} ({instead})")
+    if given.per_example_loss is not None and args.label_smoothing_factor:
+        unused.append(
+            f"label_smoothing_factor={args.label_smoothing_factor} (compute_per_example_loss is what is "
+            "trained on)"
+        )
+    generates = issubclass(given.kind, Seq2SeqTrainer)
+    if getattr(args, "predict_with_generate", False) and not generates:
+        unused.append("predict_with_generate=True (it is for a Seq2SeqTrainer)")
+    if unused:
+        logger.warning(f"not used by {given.kind.__name__}: {'; '.join(unused)}.")
+
+
+def refuse_overrides(given: Given) -> None:
+    """Refuses what would break the accounting.
 
     Raises:
       ValueError: says what to use instead.
     """
-    refuse_overrides(trainer)
-    unused = [*_unused_methods(trainer), *_unused_losses(trainer), *_unused_generation(trainer)]
-    if unused:
-        logger.warning(f"not used by {type(trainer).__name__}: {'; '.join(unused)}.")
+    # Asked again when training begins: fields, a loss or an optimizer can be set in between.
+    refuse_fields(given.args)
+    _check_losses(given)
+    _check_optimizers(given)
+    evaluation = getattr(given.args.eval_strategy, "value", given.args.eval_strategy)
+    best = given.args.metric_for_best_model
+    stops = any(isinstance(callback, EarlyStoppingCallback) for callback in given.callbacks)
+    if stops and (evaluation == "no" or not best):
+        raise ValueError(
+            f"EarlyStoppingCallback with metric_for_best_model={best!r} and "
+            f"eval_strategy={evaluation!r}: set both, 'eval_loss' and 'steps' say."
+        )
 
 
-def refuse_overrides(trainer: Any) -> None:
-    """Refuses what would break the accounting, when a trainer is made and when it trains.
-
-    Much can be set in between: fields of the arguments, a loss, an optimizer.
-    """
-    refuse_fields(trainer.args)
-    _check_losses(trainer)
-    if trainer.trajectory is None:  # else they are of the run before
-        _check_optimizers(trainer)
-    _check_early_stopping(trainer)
-
-
-def _check_losses(trainer: Any) -> None:
+def _check_losses(given: Given) -> None:
     """Refuses a loss of its own that a run would not train on; evaluation may have one beside it."""
-    if trainer.per_example_loss is not None:
+    if given.per_example_loss is not None:
         return
-    owner, _ = overriding(type(trainer), "compute_loss")
-    if "compute_loss" in vars(trainer):
-        owner = type(trainer)
-    kind = getattr(trainer.args, "loss_type", "nll")
+    owner, _ = (given.kind, True) if given.compute_loss else overriding(given.kind, "compute_loss")
     if owner and (owner.__module__.split(".")[0], owner.__name__) == ("trl", "SFTTrainer"):
-        if kind not in ("nll", "chunked_nll"):
+        loss = getattr(given.args, "loss_type", "nll")
+        if loss not in ("nll", "chunked_nll"):
             raise ValueError(
-                f"loss_type={kind!r} would not be trained on: leave it at 'nll', or {_LOSS}."
+                f"loss_type={loss!r} would not be trained on: leave it at 'nll', or {_LOSS}."
             )
         owner = None  # the objective of causal language models is its default loss
-    if owner or trainer.compute_loss_func:
+    if owner or given.compute_loss_func:
         raise ValueError(
             f"{f'{owner.__name__}.compute_loss' if owner else 'compute_loss_func'} returns one number "
             "for a batch, and a step needs each example's loss, so it would not be trained on: "
@@ -80,19 +127,18 @@ def _check_losses(trainer: Any) -> None:
         )
 
 
-def _check_optimizers(trainer: Any) -> None:
-    method, scheduler = trainer.args.method, trainer.lr_scheduler
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
-        given = trainer.optimizer or trainer.optimizer_cls_and_kwargs[0]
-        name = given.__name__ if isinstance(given, type) else type(given).__name__
+def _check_optimizers(given: Given) -> None:
+    method, optimizer, scheduler = given.args.method, given.optimizer, given.scheduler
+    if optimizer is not None:
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise ValueError(
-            f"the optimizer {name} with method={method!r} is not what the ledger would say: set "
-            f"{INSTEAD['create_optimizer'].removeprefix('set ')}. A schedule alone, "
+            f"the optimizer {kind.__name__} with method={method!r} is not what the ledger would say: "
+            f"set {INSTEAD['create_optimizer'].removeprefix('set ')}. A schedule alone, "
             "optimizers=(None, scheduler), is taken in zeroth-order runs."
         )
     if scheduler is None:
         return
-    if trainer.args.first_order:
+    if given.args.first_order:
         raise ValueError(
             f"a scheduler in optimizers= with method={method!r} sets the rates of an optimizer that is "
             "not the run's: set lr_scheduler_type, or override create_scheduler."
@@ -102,43 +148,6 @@ def _check_optimizers(trainer: Any) -> None:
             f"the scheduler {type(scheduler).__name__} follows a metric and the optimizer that it was "
             "made with: set lr_scheduler_type='reduce_lr_on_plateau' or 'greedy'."
         )
-
-
-def _check_early_stopping(trainer: Any) -> None:
-    args = trainer.args
-    stops = any(isinstance(c, EarlyStoppingCallback) for c in trainer.callback_handler.callbacks)
-    evaluates = getattr(args.eval_strategy, "value", args.eval_strategy) != "no"
-    if stops and not (evaluates and args.metric_for_best_model):
-        raise ValueError(
-            f"EarlyStoppingCallback with metric_for_best_model={args.metric_for_best_model!r} and "
-            "eval_strategy="
-            f"{getattr(args.eval_strategy, 'value', args.eval_strategy)!r}: set both, 'eval_loss' and "
-            "'steps' say."
-        )
-
-
-def _unused_methods(trainer: Any) -> Iterator[str]:
-    for name, instead in INSTEAD.items():
-        owner, above = overriding(type(trainer), name)
-        if owner and above:
-            raise ValueError(
-                f"{owner.__name__}.{name} replaces what the accounting rests on, or is never called: "
-                f"{instead}."
-            )
-        if owner:
-            yield f"{owner.__name__}.{name} ({instead})"
-
-
-def _unused_losses(trainer: Any) -> Iterator[str]:
-    smoothing = trainer.args.label_smoothing_factor
-    if trainer.per_example_loss is not None and smoothing:
-        yield f"label_smoothing_factor={smoothing} (compute_per_example_loss is what is trained on)"
-
-
-def _unused_generation(trainer: Any) -> Iterator[str]:
-    args = trainer.args
-    if getattr(args, "predict_with_generate", False) and not isinstance(trainer, Seq2SeqTrainer):
-        yield "predict_with_generate=True (it is for a Seq2SeqTrainer)"
 
 
 def overriding(trainer: type, name: str) -> tuple[type | None, bool]:

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from hf_dpzero.objectives.losses import Inputs, classification_losses
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.privacy.group_losses import metric_keys, places
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.plan_of import groups_of
 from hf_dpzero.settings.row_groups import column_values
 
@@ -56,7 +57,7 @@ class RowGroups:
         return _named({k: {"loss": float(losses[own].mean())} for k, own in self.rows.items()})
 
 
-def groups_of_rows(config: Any, dataset: Any) -> RowGroups | None:
+def groups_of_rows(config: DPZeroConfig, dataset: Any) -> RowGroups | None:
     """Reads the groups of evaluation data from its own `group_robust.column`.
 
     Args:
@@ -67,10 +68,10 @@ def groups_of_rows(config: Any, dataset: Any) -> RowGroups | None:
       None without `group_robust.column`, and where no row has a group (a warning says so). Rows
       of groups that `group_robust.shares` does not name are in none; a warning tells of the first one.
     """
-    groups = None if dataset is None or not hasattr(config, "group_robust") else groups_of(config)
+    groups = None if dataset is None else groups_of(config)
     if groups is None:
         return None
-    column = config.group_robust.column
+    column = str(config.group_robust.column)
     values = column_values(dataset, column)
     if values is None:
         logger.warning_once(
@@ -91,7 +92,9 @@ def groups_of_rows(config: Any, dataset: Any) -> RowGroups | None:
     return RowGroups(rows, len(of)) if rows else None
 
 
-def by_group(compute: Metrics | None, groups: RowGroups | None, config: Any) -> Metrics | None:
+def by_group(
+    compute: Metrics | None, groups: RowGroups | None, config: DPZeroConfig
+) -> Metrics | None:
     """The metrics of all rows, of each group (`accuracy_of_NAME`) and of the worst one.
 
     `worst_group_accuracy` is the smallest accuracy of a group, and so for every number that `compute`
@@ -172,7 +175,7 @@ def _taken(value: Any, rows: np.ndarray) -> Any:
     return value[rows]
 
 
-def _rows(labels: Any) -> int:
+def _rows(labels: object) -> int:
     first = labels[0] if isinstance(labels, tuple | list) else labels
     if isinstance(first, Sequence | np.ndarray):
         return len(first)

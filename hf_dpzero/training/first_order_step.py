@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
-from hf_dpzero.training.signal import ReleasedSignal, noise_variance, some_numbers
+from hf_dpzero.training.signal import ReleasedSignal, noise_variance
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,18 @@ _BACKWARD_HOOK = (
     "watches gradients, such as wandb.watch): take it off."
 )
 CHUNK = 1 << 19  # noise is drawn for this many coordinates at a time
+
+
+class Gradients(Protocol):
+    """Sums gradients of examples (see `PerExampleGradients`)."""
+
+    model: nn.Module
+    parameters: list[nn.Parameter]
+
+    def weighted_sum(
+        self, microbatches: Sequence[Any], weigh: Callable[[Tensor], Tensor], /
+    ) -> tuple[list[Tensor], Tensor]:
+        """Returns sum_i w_i g_i for each parameter, float64, and the norms [B] that weights are of."""
 
 
 class PlainGradients:
@@ -160,11 +171,11 @@ class FirstOrderStep:
     """
 
     mechanism: Mechanism
-    gradients: Any
+    gradients: Gradients
     noise: NoiseSource
     trajectory: Trajectory
     signal: ReleasedSignal | None = None
-    mechanism_at: Callable[[int], Any] | None = None
+    mechanism_at: Callable[[int], Mechanism] | None = None
     weighting: GroupWeighting | None = None
     weighed: WeighedLosses | None = None
     mesh: ProcessMesh = ALONE
@@ -228,7 +239,7 @@ class FirstOrderStep:
         release_on_all_ranks(self.trajectory, step, learning_rate, released)
         means = list(self._noised_means(mechanism, totals, step))
         if self.signal is not None:
-            _look_at(self.signal, means, step, noise_variance(mechanism))
+            self.signal.add_means(step, means, noise_variance(mechanism))
         self._hand_on(means)
         return norms.unsqueeze(1)
 
@@ -275,13 +286,3 @@ class FirstOrderStep:
     def _hand_on(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.gradients.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
-
-
-def _look_at(signal: ReleasedSignal, means: Sequence[Tensor], step: int, variance: float) -> None:
-    """Adds a noised mean to the statistic; with correlated noise as much of it as is remembered."""
-    parts = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in means])
-    squares = float(parts.square().sum())
-    if signal.innovations is None:
-        signal.add(squares, sum(mean.numel() for mean in means), variance)
-    else:
-        signal.add_release(step, some_numbers(means), variance, math.sqrt(squares))

@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import nn
 
-from hf_dpzero.checks import data as data_checks
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import PerExampleLoss
 from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.training.texts import TextRows
@@ -25,7 +25,7 @@ FUNCTIONS = (
 )
 
 
-def checked_config(args: Any) -> DPZeroConfig:
+def checked_config(args: object) -> DPZeroConfig:
     """`args`; refuses anything but a `DPZeroConfig`.
 
     Raises:
@@ -64,8 +64,12 @@ def by_name(kind: type, positional: Sequence[Any], settings: Mapping[str, Any]) 
 
 
 def load_inputs(
-    kind: type, model: Any, args: DPZeroConfig, settings: dict[str, Any], own_loss: Any
-) -> tuple[Any, TextRows | None]:
+    kind: type,
+    model: nn.Module | str | None,
+    args: DPZeroConfig,
+    settings: dict[str, Any],
+    own_loss: PerExampleLoss | None,
+) -> tuple[nn.Module | str | None, TextRows | None]:
     """Loads a model given by name, puts the adapter on it and tokenises rows of text.
 
     Args:
@@ -86,7 +90,6 @@ def load_inputs(
     if prepares_itself(kind):
         return model, None
     _check_kinds(kind, model, {**settings, "compute_per_example_loss": own_loss})
-    data_checks.check_rows(settings.get("train_dataset"))
     peft_config = settings.pop("peft_config", None)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
@@ -134,7 +137,7 @@ def _beneath(kind: type) -> list[type]:
     return [parent for parent in kind.__mro__[last + 1 :] if parent is not object]
 
 
-def _check_kinds(kind: type, model: Any, settings: Mapping[str, Any]) -> None:
+def _check_kinds(kind: type, model: object, settings: Mapping[str, Any]) -> None:
     if not (model is None or isinstance(model, (nn.Module, str, os.PathLike))):
         given = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
         raise ValueError(
@@ -208,7 +211,7 @@ def load_processing(name: str) -> Any:
     return None
 
 
-def with_adapter(model: Any, peft_config: Any, seed: int) -> nn.Module:
+def with_adapter(model: Any, peft_config: object, seed: int) -> nn.Module:
     """The model under a new adapter of PEFT; all else is frozen.
 
     Args:

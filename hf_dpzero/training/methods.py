@@ -41,11 +41,17 @@ from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
+from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.folder import discard_unused
 from hf_dpzero.settings.defaults import steps_that_follow
 from hf_dpzero.settings.schedules import smoothing_of_steps
-from hf_dpzero.training.first_order_step import FirstOrderStep, GroupMeans, PlainGradients
+from hf_dpzero.training.first_order_step import (
+    FirstOrderStep,
+    Gradients,
+    GroupMeans,
+    PlainGradients,
+)
 from hf_dpzero.training.group_training import WeighedLosses, weighting_of
 from hf_dpzero.training.signal import ReleasedSignal
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
@@ -216,7 +222,7 @@ class FirstOrderMethod:
             mesh=run.mesh,
         )
 
-    def _gradients(self, objective: PerExampleLoss) -> Any:
+    def _gradients(self, objective: PerExampleLoss) -> Gradients:
         model, args = self.run.model, self.run.args
         if args.not_private or args.clipping == "averaged":
             plain = PlainGradients(model, objective)
@@ -258,12 +264,12 @@ class FirstOrderMethod:
         return {}
 
 
-def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]:
+def private_diagnostics(differences: Tensor, mechanism: Mechanism) -> dict[str, float]:
     """Un-noised statistics of a step, logged only on request (they break the guarantee).
 
     Args:
       differences: finite differences or gradient norms [B, K].
-      mechanism: its clip is compared.
+      mechanism: its clip is compared, if it has one.
 
     Returns:
       Batch size, share of clipped examples and median norm.
@@ -271,11 +277,13 @@ def private_diagnostics(differences: Tensor, mechanism: Any) -> dict[str, float]
     if not len(differences):
         return {"private_batch_size": 0.0}
     norms = differences.norm(dim=1)
-    return {
+    found = {
         "private_batch_size": float(len(differences)),
-        "private_clip_fraction": float((norms > mechanism.radius).double().mean()),
         "private_difference_norm": float(norms.median()),
     }
+    if not isinstance(mechanism, NotNoised):  # these do not clip
+        found["private_clip_fraction"] = float((norms > mechanism.radius).double().mean())
+    return found
 
 
 class LearningRates:
@@ -302,7 +310,7 @@ class LearningRates:
         self.used = rates[0]
         return self.used
 
-    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Refuses an update with another rate than that of the step's release."""
         before = self.used
         if (rate := self.take(optimizer)) != before:

@@ -9,12 +9,13 @@ import functools
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers import trainer as hf_trainer
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
@@ -42,7 +43,9 @@ class PrivacyProgressCallback(ProgressCallback):
 
     training_bar: Any
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Opens the bar; one that an interrupted run left open is closed."""
         if self.training_bar is not None:
             self.training_bar.close()
@@ -52,9 +55,16 @@ class PrivacyProgressCallback(ProgressCallback):
             self.training_bar.initial = self.training_bar.n = state.global_step
             self.training_bar.refresh()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Shows the last logged epsilon and signal: at every step epsilon would cost too much."""
-        if self.training_bar is not None and "epsilon" in (logs or {}):
+        if self.training_bar is not None and logs and "epsilon" in logs:
             shown = {"epsilon": f"{logs['epsilon']:.3f}"}
             if "released_signal" in logs:
                 shown["signal"] = f"{logs['released_signal']:+.2g}"
@@ -81,23 +91,39 @@ def notebook_progress() -> type[TrainerCallback]:
 
         training_tracker: Any
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_begin(
+            self,
+            args: TrainingArguments,
+            state: TrainerState,
+            control: TrainerControl,
+            **kwargs: Any,
+        ) -> None:
             super().on_train_begin(args, state, control, **kwargs)
             columns = [self.first_column, "Epsilon"]
             columns += ["Validation Loss"] if args.eval_strategy != "no" else []
             self.training_tracker = Table(state.max_steps, columns)
 
         def on_log(
-            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+            self,
+            args: TrainingArguments,
+            state: TrainerState,
+            control: TrainerControl,
+            logs: Mapping[str, float] | None = None,
+            **kwargs: Any,
         ) -> None:
-            if self.training_tracker is None or "epsilon" not in (logs or {}):
+            if self.training_tracker is None or not logs or "epsilon" not in logs:
                 return
             self.training_tracker.epsilon = f"{logs['epsilon']:.3f}"
             if args.eval_strategy == "no":
                 self.training_tracker.write_line({"Step": state.global_step})
 
         def on_evaluate(
-            self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+            self,
+            args: TrainingArguments,
+            state: TrainerState,
+            control: TrainerControl,
+            metrics: Mapping[str, float] | None = None,
+            **kwargs: Any,
         ) -> None:
             if self.training_tracker is not None:
                 super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
@@ -156,7 +182,9 @@ class RunCallback(TrainerCallback):
         self._since, self._paid = 0.0, 0
         self._first_epoch: int | None = None  # while it runs
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Says what runs, once, on rank 0."""
         self._seconds, self._paid = [], self.run.opened.next_step
         self._first_epoch = state.global_step // self.run.plan.sampler.steps_per_epoch
@@ -165,15 +193,17 @@ class RunCallback(TrainerCallback):
         if _speaks(args, state):
             tqdm.write(banner(self.run, report_of(self.run)))
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, *_: object, **__: object) -> None:
         """Leaves `state.epoch` to Trainer from here on."""
         self._first_epoch = None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         """Starts the clock of a step that is not replayed."""
         self._since = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Sets the next rate, and `state.epoch` after a resume, before other callbacks and logs."""
         follow_scheduler(**kwargs)
         if (done := self._first_epoch) is not None:  # Trainer forgets the steps before a resume
@@ -195,7 +225,7 @@ def follow_scheduler(optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler
             group["lr"] = lr_scheduler.get_last_lr()[0]
 
 
-def _speaks(args: Any, state: Any) -> bool:
+def _speaks(args: TrainingArguments, state: TrainerState) -> bool:
     return bool(state.is_world_process_zero) and args.get_process_log_level() <= logging.WARNING
 
 

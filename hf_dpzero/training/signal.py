@@ -1,4 +1,4 @@
-"""Do the released numbers hold anything but noise? A running statistic of them; knows no transformers.
+"""Do the released numbers hold anything but noise? A running statistic of them, and what a run says.
 
 A release v is a clipped mean plus noise of a public variance s^2 = (sigma C_t / B)^2, so
 
@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from hf_dpzero.ledger.replay import terms_of
@@ -36,13 +36,14 @@ from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.correlated.correlation import sensitivity
 from hf_dpzero.privacy.correlated.factorization import Innovations
 from hf_dpzero.privacy.discretization import dense_grid
+from hf_dpzero.privacy.mechanisms import Mechanism
 from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping, MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.run import Run
 from hf_dpzero.settings.config import DPZeroConfig
 
-"""What `on_no_signal` may be."""
+logger = logging.get_logger(__name__)
 
 WINDOW = 50
 """Steps that the logged statistic is a mean over."""
@@ -82,62 +83,86 @@ class Signal:
         return self.ratio > DEVIATIONS * self.deviation
 
 
-@dataclass
 class ReleasedSignal:
     """Adds up released numbers in units of their noise.
 
+    Args:
+      mechanism: that releases them; the plan's own.
+      plan: says how the noise depends on earlier steps, and how it is scheduled; None for neither.
+      num_directions: K; a record's further values, such as an adaptive clip's count, are left out.
+
     Attributes:
-      window: steps that `recent` looks back.
-      kurtosis: E[v^4] / E[v^2]^2 of the noise: 3 for Gaussian, 6 for Laplace.
       innovations: of noise that is correlated over steps; None for independent noise.
       steps: seen so far.
       last_norm: sqrt(sum v^2) of the last step.
     """
 
-    window: int = WINDOW
-    kurtosis: float = 3.0
-    innovations: Innovations | None = None
-    steps: int = 0
-    last_norm: float = 0.0
-    _squares: float = 0.0
-    _numbers: int = 0
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def add(self, squares: float, numbers: int, variance: float) -> None:
-        """Adds a step.
-
-        Args:
-          squares: sum of v^2 over its released numbers.
-          numbers: how many they are.
-          variance: of the noise on each; 0 (no noise) is not counted.
-        """
-        self.last_norm = math.sqrt(squares)
-        if not variance:
-            return
-        self.steps += 1
-        self._squares += squares / variance
-        self._numbers += numbers
-        self._recent.append((squares / variance, numbers))
-        if len(self._recent) > self.window:
-            self._recent.popleft()
+    def __init__(
+        self, mechanism: Mechanism, plan: PrivacyPlan | None = None, num_directions: int = 1
+    ) -> None:
+        self.innovations: Innovations | None = None
+        if plan is not None and plan.correlation is not None:
+            self.innovations = Innovations(
+                plan.correlation.factorization(plan.steps), sensitivity(plan)
+            )
+        self.steps, self.last_norm = 0, 0.0
+        # E[v^4] / E[v^2]^2 of the noise decides how far a mean of its squares strays.
+        self._kurtosis = 6.0 if mechanism.distribution == "laplace" else 3.0
+        self._squares, self._numbers = 0.0, 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self._num_directions, self._followed = num_directions, 0
+        at = None if plan is None else plan.scheduled
+        self._schedule: MechanismSchedule[Mechanism] = MechanismSchedule(mechanism, at)
+        self._changes = isinstance(mechanism, AdaptiveClipping) or at is not None
 
     def add_release(
         self, step: int, values: np.ndarray, variance: float, norm: float | None = None
     ) -> None:
-        """Adds a step whose noise may be correlated with that of others.
+        """Adds a step.
 
         Args:
           step: its number.
           values: released numbers, or of a long vector always the same ones of them, float [n].
-          variance: of a mechanism's noise scale, `noise_variance`.
+          variance: of the mechanism's noise, `noise_variance`; 0 (no noise) is not counted.
           norm: of all numbers; default of these.
         """
         rest, factor = np.asarray(values, dtype=np.float64), 1.0
         norm = float(np.linalg.norm(rest)) if norm is None else norm
         if self.innovations is not None:
             rest, factor = self.innovations.of(step, values)
-        self.add(float(rest @ rest), rest.size, variance * factor)
+        self._add(float(rest @ rest), rest.size, variance * factor, norm)
+
+    def add_means(self, step: int, means: Sequence[Tensor], variance: float) -> None:
+        """Adds a step's noised means, tensors of any shapes; arguments else as in `add_release`."""
+        parts = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in means])
+        squares = float(parts.square().sum())
+        if self.innovations is not None:
+            # Whitening needs the releases of earlier steps, and whole ones would not fit in memory.
+            self.add_release(step, some_numbers(means), variance, math.sqrt(squares))
+        else:
+            self._add(squares, sum(m.numel() for m in means), variance, math.sqrt(squares))
+
+    def follow(self, releases: Sequence[Release]) -> None:
+        """Adds a zeroth-order run's releases since the last call, each at the clip of its step.
+
+        Args:
+          releases: a list that only grows.
+        """
+        for step in range(self._followed, len(releases)):
+            # Only clips that change look back, so that the others do not copy the list at every step.
+            before = releases[:step] if self._changes else ()
+            variance = noise_variance(self._schedule.after(before))
+            values = np.array(releases[step].values[: self._num_directions])
+            self.add_release(step, values, variance)
+        self._followed = len(releases)
+
+    def _add(self, squares: float, numbers: int, variance: float, norm: float) -> None:
         self.last_norm = norm
+        if variance:
+            self.steps += 1
+            self._squares += squares / variance
+            self._numbers += numbers
+            self._recent.append((squares / variance, numbers))
 
     @property
     def whole(self) -> Signal | None:
@@ -146,26 +171,17 @@ class ReleasedSignal:
 
     @property
     def recent(self) -> Signal | None:
-        """Over the last `window` steps; None before the first."""
+        """Over the last `WINDOW` steps; None before the first."""
         squares, numbers = zip(*self._recent, strict=True) if self._recent else ((), ())
         return self._signal(math.fsum(squares), sum(numbers))
 
     def _signal(self, squares: float, numbers: int) -> Signal | None:
         if not numbers:
             return None
-        return Signal(squares / numbers - 1.0, math.sqrt((self.kurtosis - 1.0) / numbers))
+        return Signal(squares / numbers - 1.0, math.sqrt((self._kurtosis - 1.0) / numbers))
 
 
-def signal_of(mechanism: Any, plan: PrivacyPlan | None = None) -> ReleasedSignal:
-    """An empty statistic for a mechanism's noise, correlated over steps as the plan says."""
-    innovations = None
-    if plan is not None and plan.correlation is not None:
-        innovations = Innovations(plan.correlation.factorization(plan.steps), sensitivity(plan))
-    kurtosis = 6.0 if mechanism.distribution == "laplace" else 3.0
-    return ReleasedSignal(kurtosis=kurtosis, innovations=innovations)
-
-
-def noise_variance(mechanism: Any) -> float:
+def noise_variance(mechanism: Mechanism) -> float:
     """Variance of the noise on one released number.
 
     Args:
@@ -189,7 +205,7 @@ def noise_variance(mechanism: Any) -> float:
     return variance / mechanism.divisor**2
 
 
-def some_numbers(vectors: Sequence[torch.Tensor]) -> np.ndarray:
+def some_numbers(vectors: Sequence[Tensor]) -> np.ndarray:
     """Of tensors that are one long vector evenly spread coordinates, at most `REMEMBERED`.
 
     Args:
@@ -204,43 +220,6 @@ def some_numbers(vectors: Sequence[torch.Tensor]) -> np.ndarray:
         chosen.append(vector.reshape(-1)[-start % stride :: stride].float().cpu())
         start += vector.numel()
     return np.asarray(torch.cat(chosen))
-
-
-class ReleasedScalars:
-    """Adds the releases of a zeroth-order run to a statistic, each at the clip of its step.
-
-    Args:
-      mechanism: the plan's.
-      num_directions: K; a record's further values, such as an adaptive clip's count, are left out.
-      signal: that they are added to.
-      mechanism_at: as in `ZerothOrderStep`.
-    """
-
-    def __init__(
-        self,
-        mechanism: Any,
-        num_directions: int,
-        signal: ReleasedSignal,
-        mechanism_at: Callable[[int], Any] | None = None,
-    ) -> None:
-        self.num_directions, self.signal = num_directions, signal
-        self._schedule: MechanismSchedule[Any] = MechanismSchedule(mechanism, mechanism_at)
-        self._changes = isinstance(mechanism, AdaptiveClipping) or mechanism_at is not None
-        self._seen = 0
-
-    def follow(self, releases: Sequence[Release]) -> None:
-        """Adds the releases that are new since the last call, of a list that only grows."""
-        for step in range(self._seen, len(releases)):
-            before = releases[:step] if self._changes else ()
-            variance = noise_variance(self._schedule.after(before))
-            values = np.array(releases[step].values[: self.num_directions])
-            self.signal.add_release(step, values, variance)
-        self._seen = len(releases)
-
-
-def first_look(planned_steps: int) -> int:
-    """The step after which a run is judged: a quarter of those planned, at least 20."""
-    return max(LEAST_STEPS, math.ceil(planned_steps / 4))
 
 
 @dataclass
@@ -276,17 +255,15 @@ class WeightSize:
         return exceeded
 
 
-# ------------------------------------------------------------------ signal callback
-# Tells a run that fails to learn: warns once of each thing, names the setting, and stops where asked.
-#
-# Looks at public numbers alone: releases, settings, and the weights that a run releases.
-
-
-logger = logging.get_logger(__name__)
+def first_look(planned_steps: int) -> int:
+    """The step after which a run is judged: a quarter of those planned, at least 20."""
+    return max(LEAST_STEPS, math.ceil(planned_steps / 4))
 
 
 class SignalCallback(TrainerCallback):
-    """Follows the releases of a run.
+    """Tells a run that fails to learn: warns once of each thing, names the setting, stops where asked.
+
+    Looks at public numbers alone: releases, settings, and the weights that a run releases.
 
     - After a quarter of the planned steps, at least 20, the whole run's statistic within two deviations
       of 0 is what `on_no_signal` is for: a warning, or training ends there.
@@ -300,32 +277,20 @@ class SignalCallback(TrainerCallback):
     """
 
     run: Run
-
-    def __init__(self) -> None:
-        self.signal = ReleasedSignal()
-        self._scalars: ReleasedScalars | None = None
-        self._size: WeightSize | None = None
-        self._said_large = False
+    signal: ReleasedSignal
+    _size: WeightSize | None
 
     def open(self, run: Run) -> None:
         """Starts anew, for a run whose ledger is open."""
-        self.run, mechanism = run, run.plan.mechanism
-        self.signal, self._scalars = signal_of(mechanism, self.run.plan), None
-        self._said_large = False
-        if mechanism.replayable:
-            self._scalars = ReleasedScalars(
-                mechanism,
-                run.args.num_directions,
-                self.signal,
-                self.run.plan.scheduled,
-            )
+        self.run, self._size, self._said_large = run, None, False
+        self.signal = ReleasedSignal(run.plan.mechanism, run.plan, run.args.num_directions)
 
     def logs(self) -> dict[str, float]:
         """`released_signal`, where there is one."""
         recent = self.signal.recent
         return {} if recent is None else {"released_signal": recent.ratio}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         """Measures the weights that updates are compared with; others may write to them from here on."""
         self.run.method.weights.note()
         norms = [float(torch.linalg.vector_norm(p, dtype=torch.float64)) for p in self._trained()]
@@ -334,27 +299,40 @@ class SignalCallback(TrainerCallback):
             norm = math.sqrt(sum_over_processes([norm**2])[0])
         self._size = WeightSize(norm, size)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Adds the step, and says what it shows."""
         trajectory = self.run.opened
         release = trajectory.get(state.global_step - 1)
         if release is None or self._size is None:
             return
-        if self._scalars is not None:
-            self._scalars.follow(trajectory.releases)
+        if self.run.plan.mechanism.replayable:
+            self.signal.follow(trajectory.releases)
         update = self._update_norm(release)
-        if not math.isfinite(update) or (args.first_order and not self._finite()):
+        if not math.isfinite(update) or (self.run.args.first_order and not self._finite()):
             self._stop_not_finite(state, control)
         elif self._size.exceeded_by(update) and not self._said_large:
             self._said_large = True
             _say(state, self._large(release, update))
         replayed = trajectory.next_step > state.global_step  # was looked at when it was taken
         if state.global_step == first_look(self.run.plan.steps) and not replayed:
-            self._look(args, state, control)
+            self._look(state, control)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Looks at the weights of a zeroth-order run, whose steps need no pass over them."""
-        if "epsilon" in (logs or {}) and not args.first_order and not self._finite():
+        if "epsilon" in (logs or {}) and not self.run.args.first_order and not self._finite():
             self._stop_not_finite(state, control)
 
     def _trained(self) -> list[torch.Tensor]:
@@ -378,7 +356,7 @@ class SignalCallback(TrainerCallback):
         args, rate = self.run.args, release.learning_rate
         assert self._size is not None
         root = math.sqrt(self._size.dimension)
-        if self._scalars is not None:
+        if self.run.plan.mechanism.replayable:
             terms = terms_of(self.run.opened, release.step)
             return root * math.hypot(*(term.coefficient for term in terms))
         if not args.first_order:
@@ -400,7 +378,7 @@ class SignalCallback(TrainerCallback):
             f"norm: learning_rate={release.learning_rate:g} is far too large. {advice}"
         )
 
-    def _stop_not_finite(self, state: Any, control: Any) -> None:
+    def _stop_not_finite(self, state: TrainerState, control: TrainerControl) -> None:
         if not control.should_training_stop:
             rate = self.run.args.learning_rate
             _say(
@@ -410,22 +388,26 @@ class SignalCallback(TrainerCallback):
             )
         control.should_training_stop = True
 
-    def _look(self, args: Any, state: Any, control: Any) -> None:
+    def _look(self, state: TrainerState, control: TrainerControl) -> None:
         whole = self.signal.whole
-        seen = whole is not None and self.signal.steps >= LEAST_STEPS
-        if not seen or whole is None or whole.visible or args.on_no_signal == "ignore":
+        if (
+            whole is None
+            or self.signal.steps < LEAST_STEPS
+            or whole.visible
+            or self.run.args.on_no_signal == "ignore"
+        ):
             return
         text = (
             f"the releases cannot be told from noise so far: released_signal={whole.ratio:.2g} over "
             f"{self.signal.steps} steps, where noise alone gives 0 +- {whole.deviation:.2g}. "
             + advice(self.run.args)
         )
-        if args.on_no_signal == "stop":
+        if self.run.args.on_no_signal == "stop":
             control.should_training_stop = True
             text = f"{text} on_no_signal='stop': {self._stopped(state)}"
         _say(state, text)
 
-    def _stopped(self, state: Any) -> str:
+    def _stopped(self, state: TrainerState) -> str:
         run = self.run
         return (
             f"Training stops after {state.global_step} of {run.plan.steps} steps, with epsilon "
@@ -435,11 +417,7 @@ class SignalCallback(TrainerCallback):
 
 
 def advice(args: DPZeroConfig) -> str:
-    """What may be wrong with a run whose releases are noise, by the settings that it has.
-
-    Args:
-      args: a `DPZeroConfig`.
-    """
+    """What may be wrong with a run whose releases are noise, by the settings that it has."""
     what = "gradients" if args.first_order else "finite differences"
     noise = (
         f"raise target_epsilon={args.target_epsilon:g}"
@@ -457,6 +435,6 @@ def advice(args: DPZeroConfig) -> str:
     return f"What may help: {'; '.join(causes)}."
 
 
-def _say(state: Any, text: str) -> None:
+def _say(state: TrainerState, text: str) -> None:
     if state.is_world_process_zero:
         logger.warning(text)

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -51,7 +50,7 @@ def heeding() -> Iterator[None]:
         yield
         return
 
-    def note(*_: Any) -> None:
+    def note(*_: object) -> None:
         collectives.stop.asked = True
 
     signal.signal(signal.SIGTERM, note)
@@ -78,17 +77,17 @@ class TerminationCallback(TrainerCallback):
 
     cuts = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         """Nothing has been paid since the start, so nothing is written."""
         self.cuts = True
         if collectives.stop_agreed(ask=True):
             raise Terminated
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         """From here on the trainer says when."""
         self.cuts = False
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, *_: object, **__: object) -> None:
         """Several processes would wait for each other, so they evaluate to the end."""
         if self.cuts and not collectives.active() and collectives.stop.asked:
             raise Terminated

@@ -13,8 +13,12 @@ from typing import Any
 
 import datasets
 import torch
-from torch import Tensor
-from transformers import DataCollatorForSeq2Seq, DataCollatorForTokenClassification
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from hf_dpzero.batches.shapes import context_length
@@ -26,6 +30,8 @@ from hf_dpzero.objectives.losses import takes
 from hf_dpzero.settings.config import DPZeroConfig
 
 logger = logging.get_logger(__name__)
+
+Row = Mapping[str, Any]
 
 
 class TextRows:
@@ -106,14 +112,7 @@ class TextRows:
             raise ValueError(
                 f"formatting_func was given, and {name} has input_ids already: leave one of them out."
             )
-        shape = Formatted(self.formatting, name)
-        if isinstance(dataset, datasets.Dataset):
-            plain = dataset.with_format(None)
-            with self.args.main_process_first(desc=f"formatting {name}"):
-                return plain.map(shape, with_indices=True, remove_columns=plain.column_names)
-        if isinstance(dataset, datasets.IterableDataset):
-            return dataset.map(shape, with_indices=True, remove_columns=list(row))
-        return [shape(dataset[number], number) for number in range(len(dataset))]
+        return self._mapped(dataset, Formatted(self.formatting, name), name, row)
 
     def _rows(self, dataset: Any, name: str) -> Any:
         row = None if self._reads_rows or self.model is None else _first(dataset)
@@ -134,7 +133,7 @@ class TextRows:
         self._check(row, words, name)
         return self._tokenised(dataset, row, name)
 
-    def _check(self, row: Mapping[str, Any], words: list[str], name: str) -> None:
+    def _check(self, row: Row, words: list[str], name: str) -> None:
         form = form_of(row)
         if form is None or not _is_causal(self.model):
             raise ValueError(
@@ -161,29 +160,29 @@ class TextRows:
         if form != TEXT and not isinstance(row[form[0]], str):
             check_template(self.tokenizer, form, name)
 
-    def _tokenised(self, dataset: Any, row: Mapping[str, Any], name: str) -> Any:
+    def _tokenised(self, dataset: Any, row: Row, name: str) -> Any:
         if self.collator is None:
             self.collator = PadTokens(pad_token(self.tokenizer))
-        encode = Encoder(self.tokenizer, self._max_length(), name, form_of(row))
-        if isinstance(dataset, datasets.Dataset):
-            if dataset.format["type"] == "custom":
-                raise ValueError(
-                    f"{name} has a transform that makes its texts on access (with_transform): apply it "
-                    "with dataset.map first, or let it return input_ids and labels."
-                )
-            stored = dataset.with_format(None)
-            with self.args.main_process_first(desc=f"tokenising {name}"):
-                return stored.map(
-                    encode, with_indices=True, remove_columns=stored.column_names, desc="tokenising"
-                )
-        if isinstance(dataset, datasets.IterableDataset):
-            return dataset.map(encode, with_indices=True, remove_columns=list(row))
-        return [encode(dataset[number], number) for number in range(len(dataset))]
-
-    def _max_length(self) -> int:
-        """max_length, and no more than the model takes."""
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] == "custom":
+            raise ValueError(
+                f"{name} has a transform that makes its texts on access (with_transform): apply it "
+                "with dataset.map first, or let it return input_ids and labels."
+            )
         asked, most = self.args.max_length, context_length(self.model)
-        return min(asked or 1 << 30, most or 1 << 30)
+        length = min(asked or 1 << 30, most or 1 << 30)
+        encode = Encoder(self.tokenizer, length, name, form_of(row))
+        return self._mapped(dataset, encode, name, row)
+
+    def _mapped(self, dataset: Any, function: Formatted | Encoder, name: str, row: Row) -> Any:
+        """Rows that a function of each row and its number made, as many as before."""
+        if isinstance(dataset, datasets.Dataset):
+            # Formats decide what a cell looks like, and the function is to see what is stored.
+            stored = dataset.with_format(None)
+            with self.args.main_process_first(desc=f"preparing {name}"):
+                return stored.map(function, with_indices=True, remove_columns=stored.column_names)
+        if isinstance(dataset, datasets.IterableDataset):
+            return dataset.map(function, with_indices=True, remove_columns=list(row))
+        return [function(dataset[number], number) for number in range(len(dataset))]
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ class Formatted:
         return {"text": text}
 
 
-def _is_causal(model: Any) -> bool:
+def _is_causal(model: nn.Module) -> bool:
     try:
         return select_objective(model) is causal_lm_objective
     except ValueError:  # a head with a loss of the user's own
@@ -237,14 +236,14 @@ def _first(dataset: Any) -> Any:
         return dataset[0]
 
 
-def _is_text(cell: Any) -> bool:
+def _is_text(cell: object) -> bool:
     """A text, or a list of texts or messages."""
     return isinstance(cell, str) or (
         isinstance(cell, list) and bool(cell) and isinstance(cell[0], (str, Mapping))
     )
 
 
-def _check_label(row: Mapping[str, Any], name: str) -> None:
+def _check_label(row: Row, name: str) -> None:
     for column in LABEL_COLUMNS:
         if isinstance(row.get(column), str):
             raise ValueError(
@@ -289,7 +288,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _QUESTION, _ANSWER = {"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes."}
 
 
-def form_of(row: Any) -> tuple[str, ...] | None:
+def form_of(row: object) -> tuple[str, ...] | None:
     """The columns of one of `FORMS` that a row has; None for other rows, and for tokenised ones."""
     if not isinstance(row, Mapping) or "input_ids" in row:
         return None
@@ -307,12 +306,12 @@ class Encoder:
       form: one of `FORMS` that all rows have, for what a row is follows from it; None for any.
     """
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     max_length: int
     name: str = "train_dataset"
     form: tuple[str, ...] | None = None
 
-    def __call__(self, row: Mapping[str, Any], number: int) -> dict[str, list[int]]:
+    def __call__(self, row: Row, number: int) -> dict[str, list[int]]:
         """Encodes one row.
 
         Args:
@@ -347,9 +346,7 @@ class Encoder:
             ids, labels = [pad_token(self.tokenizer)], [IGNORED]
         return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
 
-    def _encoded(
-        self, row: Mapping[str, Any], form: tuple[str, ...]
-    ) -> tuple[list[int], list[int]]:
+    def _encoded(self, row: Row, form: tuple[str, ...]) -> tuple[list[int], list[int]]:
         """Token ids and labels, of any length."""
         tools = row.get("tools")
         if form == MESSAGES:
@@ -363,7 +360,7 @@ class Encoder:
         asked = self._chat(prompt, tools, add_generation_prompt=True)["input_ids"]
         return _after(asked, self._chat(prompt + completion, tools)["input_ids"])
 
-    def _messages(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[int], list[int]]:
+    def _messages(self, messages: list[Row], tools: Any) -> tuple[list[int], list[int]]:
         if marks_generation(self.tokenizer):
             whole = self._chat(messages, tools, return_assistant_tokens_mask=True)
             marked = zip(whole["input_ids"], whole["assistant_masks"], strict=True)
@@ -388,12 +385,12 @@ class Encoder:
         end = self.tokenizer.eos_token or ""
         return text if text.endswith(end) else text + end
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], tools: Any, **how: Any) -> Any:
+    def _chat(self, messages: Sequence[Row], tools: Any, **how: Any) -> Any:
         """`input_ids`, and `assistant_masks` where asked for."""
-        settings = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+        settings: dict[str, Any] = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
         if tools is not None:
             settings["tools"] = tools
-        return self.tokenizer.apply_chat_template(list(messages), **settings, **how)
+        return self.tokenizer.apply_chat_template([dict(m) for m in messages], **settings, **how)
 
 
 def _after(prompt: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
@@ -406,7 +403,7 @@ def _after(prompt: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
     return whole, [IGNORED] * common + whole[common:]
 
 
-def _check_cell(cell: Any, column: str, where: str) -> None:
+def _check_cell(cell: object, column: str, where: str) -> None:
     turns = isinstance(cell, list) and all(isinstance(m, Mapping) and "role" in m for m in cell)
     if (turns and (cell or column == "prompt")) or (column != "messages" and isinstance(cell, str)):
         return
@@ -417,12 +414,12 @@ def _check_cell(cell: Any, column: str, where: str) -> None:
     )
 
 
-def marks_generation(tokenizer: Any) -> bool:
+def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template says which tokens the assistant wrote."""
     return bool(_GENERATION.search(str(tokenizer.get_chat_template())))
 
 
-def check_template(tokenizer: Any, form: tuple[str, ...], name: str) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase, form: tuple[str, ...], name: str) -> None:
     """Refuses a tokenizer that cannot tell an answer from what was asked.
 
     Tried on two made-up turns, so the outcome depends on no row.
@@ -459,7 +456,7 @@ def check_template(tokenizer: Any, form: tuple[str, ...], name: str) -> None:
         )
 
 
-def pad_token(tokenizer: Any) -> int:
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id that fills rows up; they are masked, so any will do where there is no pad token."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(number) for number in ids if number is not None), 0)
@@ -475,7 +472,7 @@ class PadTokens:
 
     pad: int
 
-    def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         """`input_ids`, `attention_mask` and `labels`, `[B, T]` int64."""
         ids = [torch.as_tensor(row["input_ids"]) for row in rows]
         labels = [torch.as_tensor(row["labels"]) for row in rows]

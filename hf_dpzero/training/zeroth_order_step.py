@@ -71,7 +71,7 @@ class ZerothOrderStep:
     trajectory: Trajectory
     follow_clip: int = 0
     defer: bool = False
-    mechanism_at: Callable[[int], Any] | None = None
+    mechanism_at: Callable[[int], Mechanism] | None = None
     smoothing_at: Callable[[int], float] | None = None
     weighting: GroupWeighting | None = None
     mesh: ProcessMesh = ALONE

@@ -21,13 +21,11 @@ from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
 from hf_dpzero.training.signal import (
-    ReleasedScalars,
     ReleasedSignal,
     Signal,
     WeightSize,
     first_look,
     noise_variance,
-    signal_of,
     some_numbers,
 )
 
@@ -37,9 +35,8 @@ SCALAR = {"name": "dpzero", "clip": 6.0, "noise_multiplier": 2.0, "expected_batc
 def scalar_signal(values, **settings) -> ReleasedSignal:
     """The statistic of one-direction releases of `SCALAR`, whose noise has deviation 2 * 6 / 4 = 3."""
     mechanism = mechanism_from_dict(SCALAR | settings)
-    signal = signal_of(mechanism)
-    releases = [Release(i, (float(v),), 0.1) for i, v in enumerate(values)]
-    ReleasedScalars(mechanism, 1, signal).follow(releases)
+    signal = ReleasedSignal(mechanism)
+    signal.follow([Release(i, (float(v),), 0.1) for i, v in enumerate(values)])
     return signal
 
 
@@ -56,7 +53,7 @@ def test_the_window_forgets_and_the_whole_does_not():
     signal = scalar_signal([0.0] * 50 + [3.0] * 50)
     assert signal.recent.ratio == pytest.approx(0.0)
     assert signal.whole.ratio == pytest.approx(-0.5)
-    assert signal.steps == 100 and ReleasedSignal().recent is None
+    assert signal.steps == 100 and scalar_signal([]).recent is None
 
 
 @pytest.mark.parametrize(
@@ -91,10 +88,9 @@ def test_an_adaptive_clip_is_that_of_each_step_and_its_count_is_left_out():
     }
     mechanism = mechanism_from_dict(settings)
     releases = [Release(0, (1.0, 1.5), 0.1), Release(1, (1.0, 0.5), 0.1), Release(2, (1.0, 9.0), 0)]
-    signal = signal_of(mechanism)
-    follower = ReleasedScalars(mechanism, 1, signal)
-    follower.follow(releases[:1])
-    follower.follow(releases)
+    signal = ReleasedSignal(mechanism)
+    signal.follow(releases[:1])
+    signal.follow(releases)
     first = (mechanism.sum_multiplier * 6.0 / 4) ** 2  # C_0; then C exp(-0.2 (1.5 - 0.5)), twice
     after = first * math.exp(-0.4)
     assert signal.whole.ratio == pytest.approx((1 / first + 2 / after) / 3 - 1)
@@ -139,7 +135,7 @@ def correlated_releases(plan, size: int, seed: int, mean: float = 0.0) -> np.nda
 
 def statistic(plan, released, *, correlated: bool) -> Signal:
     """Of releases [T, n]; or, as if the noise of steps were independent, of variance as it is."""
-    signal = signal_of(plan.mechanism, plan if correlated else None)
+    signal = ReleasedSignal(plan.mechanism, plan if correlated else None)
     factorization = plan.correlation.factorization(STEPS)
     for step, values in enumerate(released):
         row = factorization.noise_row(step).weights
@@ -155,7 +151,7 @@ RUNS = 6000
 def spread(plan, *, correlated: bool) -> np.ndarray:
     """The statistic of many runs of noise alone with one number a step, float64 [RUNS]."""
     released = correlated_releases(plan, RUNS, seed=1)
-    innovations = signal_of(plan.mechanism, plan).innovations
+    innovations = ReleasedSignal(plan.mechanism, plan).innovations
     factorization, ratios = plan.correlation.factorization(STEPS), np.zeros(RUNS)
     for step, values in enumerate(released):
         row = factorization.noise_row(step).weights

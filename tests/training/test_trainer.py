@@ -266,6 +266,15 @@ def test_private_diagnostics_are_opt_in_and_reported(tmp_path):
     assert not report.private and "NOT PRIVATE" in str(report)
 
 
+def test_diagnostics_of_a_run_that_does_not_clip_have_no_share_of_clipped_examples(tmp_path):
+    given = {"method": "mezo", "noise_multiplier": None, "log_private_diagnostics": True}
+    trainer = build(tmp_path, max_steps=2, **given)
+    trainer.train()
+    (shown,) = [row for row in trainer.state.log_history if "private_batch_size" in row]
+    assert shown["private_batch_size"] > 0 and shown["private_difference_norm"] > 0
+    assert "private_clip_fraction" not in shown
+
+
 class _Switches(TrainerCallback):
     """Turns log_private_diagnostics over at given steps of a run."""
 
