@@ -267,7 +267,7 @@ def test_private_diagnostics_are_opt_in_and_reported(tmp_path):
 
 
 def test_diagnostics_of_a_run_that_does_not_clip_have_no_share_of_clipped_examples(tmp_path):
-    given = {"method": "mezo", "noise_multiplier": None, "log_private_diagnostics": True}
+    given = {"method": "mezo", "noise_multiplier": None, "testing.log_private_diagnostics": True}
     trainer = build(tmp_path, max_steps=2, **given)
     trainer.train()
     (shown,) = [row for row in trainer.state.log_history if "private_batch_size" in row]
