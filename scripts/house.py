@@ -197,9 +197,9 @@ def _is_any(annotation: ast.AST) -> bool:
 
 
 def settings_of(tree: ast.Module) -> int:
-    """Fields that `DPZeroConfig` has of its own."""
-    (config,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "DPZeroConfig")
-    return sum(isinstance(node, ast.AnnAssign) for node in config.body)
+    """Fields that `DPZeroConfig` has of its own, flat and nested ones."""
+    (own,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "OwnFields")
+    return sum(isinstance(node, ast.AnnAssign) for node in own.body)
 
 
 def planted_bugs(root: Path) -> int:
