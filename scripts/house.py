@@ -255,7 +255,7 @@ def measure(root: Path) -> dict[str, Any]:
 
 
 def _has_config(tree: ast.Module) -> bool:
-    return any(isinstance(n, ast.ClassDef) and n.name == "DPZeroConfig" for n in tree.body)
+    return any(isinstance(n, ast.ClassDef) and n.name == "OwnFields" for n in tree.body)
 
 
 def _beside(root: Path) -> int:
