@@ -26,6 +26,7 @@ from torch import nn
 from hf_dpzero.perturbation.trainable import is_trained
 from hf_dpzero.privacy.correlated.correlation import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.settings.nested import NESTED
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -72,6 +73,14 @@ def fill_in(config: DPZeroConfig) -> None:
             setattr(config, name, value)
 
 
+def copied(config: DPZeroConfig) -> DPZeroConfig:
+    """Returns a copy with nested settings of its own: changes to the one are none to the other."""
+    copy_of = copy.copy(config)
+    for name in NESTED:
+        setattr(copy_of, name, copy.copy(getattr(config, name)))
+    return copy_of
+
+
 def resolve(config: DPZeroConfig, model: nn.Module) -> DPZeroConfig:
     """A copy of a config with K for a model: `MANY` where few parameters follow the first trainable one.
 
@@ -79,7 +88,7 @@ def resolve(config: DPZeroConfig, model: nn.Module) -> DPZeroConfig:
       config: a `DPZeroConfig`.
       model: its `requires_grad` and `config.trainable` say what is trained.
     """
-    resolved = copy.copy(config)
+    resolved = copied(config)
     if resolved.num_directions is None:
         resolved.num_directions = MANY if evaluated_again(model, config.trainable) <= CHEAP else 1
     return resolved

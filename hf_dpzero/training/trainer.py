@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import sys
@@ -41,7 +40,7 @@ from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
 from hf_dpzero.run_folder.folder import checkpoint_of, ledger_header, start_or_resume
 from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.defaults import learning_rate, rate_hint, resolve
+from hf_dpzero.settings.defaults import copied, learning_rate, rate_hint, resolve
 from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import progress, start, termination
 from hf_dpzero.training.group_training import group_logs
@@ -178,7 +177,7 @@ class DPZeroMixin(PublishingTrainer):
         """
         rows = data_checks.num_examples(self.train_dataset)
         dimension, before = num_trainable(self.model, self.args.trainable), self._decided
-        given = copy.copy(self.args), rows, dimension
+        given = copied(self.args), rows, dimension
         if before is not None and given == before.given:
             return before
         if self.trajectory is None:  # they may be of other arguments

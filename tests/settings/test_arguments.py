@@ -81,3 +81,16 @@ def test_arguments_that_are_changed_behind_a_run_do_not_change_its_plan(tmp_path
     with pytest.raises(ValueError, match="changed after this trainer's run began.*new trainer"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.privacy_report() == spent and trainer.plan.steps == 6
+
+
+def test_a_nested_setting_that_is_changed_makes_another_plan(tmp_path):
+    """It is one object in all shallow copies of the arguments, and would equal itself."""
+    trainer = build(tmp_path, clipping="adaptive", max_steps=1)
+    assert trainer.decide().plan.mechanism.clip_quantile == 0.5
+    trainer.args.clipping_config.quantile = 0.75
+    assert trainer.decide().plan.mechanism.clip_quantile == 0.75
+    trainer.train()
+    trainer.args.clipping_config.quantile = 0.5
+    assert trainer.run.args.clipping_config.quantile == 0.75
+    with pytest.raises(ValueError, match="changed after this trainer's run began"):
+        trainer.train(resume_from_checkpoint=True)
