@@ -32,7 +32,7 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.models import LANGUAGE_MODELS
 from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.settings.defaults import resolve
+from hf_dpzero.settings.defaults import directions_for
 from hf_dpzero.tasks import description_of
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ def zeroth_order_bytes(
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     half = sum(p.nbytes for p in trained if p.dtype != torch.float32)
-    directions = resolve(args, model).num_directions
+    directions = directions_for(args, model)
     copies = 2 * directions * sum(p.nbytes for p in trained)
     strategy = args.performance.perturbation_strategy
     if strategy == "auto":

@@ -82,16 +82,22 @@ def copied(config: DPZeroConfig) -> DPZeroConfig:
 
 
 def resolve(config: DPZeroConfig, model: nn.Module) -> DPZeroConfig:
-    """A copy of a config with K for a model: `MANY` where few parameters follow the first trainable one.
+    """Returns a copy of a config with K for a model.
 
     Args:
       config: a `DPZeroConfig`.
       model: its `requires_grad` and `config.trainable` say what is trained.
     """
     resolved = copied(config)
-    if resolved.num_directions is None:
-        resolved.num_directions = MANY if evaluated_again(model, config.trainable) <= CHEAP else 1
+    resolved.num_directions = directions_for(config, model)
     return resolved
+
+
+def directions_for(config: DPZeroConfig, model: nn.Module) -> int:
+    """Returns K as given; else `MANY` where few parameters follow the first trainable one, or 1."""
+    if config.num_directions is not None:
+        return config.num_directions
+    return MANY if evaluated_again(model, config.trainable) <= CHEAP else 1
 
 
 def evaluated_again(model: nn.Module, pattern: str | None) -> int:
