@@ -257,7 +257,7 @@ def step_bytes(
     release. A dense release of d coordinates: 4 d for the noised one, and of first-order methods 8 d for
     the sums in float64. Under FSDP2 8 more, which agree on the number of passes; what
     torch gathers is left out. Comparing the weights
-    (`rank_agreement.EVERY`) is left out: 8 bytes in a hundred steps.
+    (`checks.processes.EVERY`) is left out: 8 bytes in a hundred steps.
 
     Args:
       plan, args: of the run.
