@@ -94,6 +94,7 @@ def run_sweep(arguments: Sweep) -> None:
     Interrupted, the same command continues where it stopped.
     """
     from hf_dpzero.experiments import sweep, sweep_outputs
+    from hf_dpzero.privacy.selection import TrialCount
 
     grid = sweep.parse_grid(arguments.grid or [], arguments.grid_file)
     size, mean = math.prod(len(values) for values in grid.values()), arguments.mean_trials
@@ -107,7 +108,7 @@ def run_sweep(arguments: Sweep) -> None:
         grid=grid,
         tuning=arguments.tuning,
         selection=arguments.selection,
-        trials=sweep.trial_count_from(arguments.trial_count, float(size if mean is None else mean)),
+        trials=TrialCount(mean=float(size if mean is None else mean)),
         metric=arguments.metric,
         output_dir=Path(folder),
     )

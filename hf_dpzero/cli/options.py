@@ -158,10 +158,6 @@ class Sweep(Options):
         "random",
     )
     mean_trials: float | None = _option("expected number of trials; default the grid's size")
-    trial_count: str = _option(
-        "its distribution: geometric (default), poisson, logarithmic, or a shape such as 0.5",
-        "geometric",
-    )
     metric: str | None = _option(
         "result that scores a trial, such as eval_accuracy; default the task's"
     )

@@ -23,7 +23,7 @@ from hf_dpzero.experiments.results import Row, Run
 from hf_dpzero.experiments.runner import Attempt, Workspace, execute, locked, train_in_process
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy import selection
-from hf_dpzero.privacy.selection import TRIAL_SHAPES, TrialCount
+from hf_dpzero.privacy.selection import TrialCount
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
 from hf_dpzero.reporting.hub import public_results
 from hf_dpzero.reporting.wording import Tuning
@@ -99,7 +99,7 @@ class SweepSettings:
             "recipe": read_recipe(self.recipe),
             "overrides": dict(self.overrides),
             "grid": {name: list(values) for name, values in self.grid.items()},
-            "tuning": [self.tuning, self.selection, self.trials.mean, str(self.trials.shape)],
+            "tuning": [self.tuning, self.selection, self.trials.mean],
             "num_examples": num_examples,
         }
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -159,21 +159,6 @@ def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[
         if repeated := [value for i, value in enumerate(grid[name]) if value in grid[name][:i]]:
             raise ValueError(f"{name}={repeated[0]} appears more than once in the grid; keep one.")
     return grid
-
-
-def trial_count_from(word: str, mean: float) -> TrialCount:
-    """Reads the distribution of the number of trials: a name of `TRIAL_SHAPES`, or a shape.
-
-    Raises:
-      ValueError: an unknown name, or numbers out of range.
-    """
-    try:
-        shape = TRIAL_SHAPES[word] if word in TRIAL_SHAPES else float(word)
-    except ValueError:
-        raise ValueError(
-            f"trial_count={word!r} is not one of {', '.join(TRIAL_SHAPES)}, nor a shape such as 0.5."
-        ) from None
-    return TrialCount(mean=mean, shape=shape)
 
 
 def _check(settings: SweepSettings) -> None:

@@ -96,7 +96,7 @@ def _summary(
     if settings.tuning == "composed":
         content["selection"] = settings.selection
     if settings.secret:
-        content["trial_count"] = {"law": settings.trials.name, "mean": settings.trials.mean}
+        content["mean_trials"] = settings.trials.mean
     else:
         names = ("trial", "settings", "status", "score", "metrics")
         content["trials"] = [
@@ -132,7 +132,7 @@ def statement(settings: SweepSettings, prepared: Prepared) -> str:
     if settings.secret:
         return (
             f"The best run and its settings are {total} in total: private selection among a secret "
-            f"random number of trials ({settings.trials.name}, mean {number(settings.trials.mean)}), "
+            f"random number of trials (geometric, mean {number(settings.trials.mean)}), "
             "each with settings drawn uniformly from the grid. How many trials ran, and all but the "
             "best, stay secret."
         )
@@ -164,8 +164,6 @@ def _table(settings: SweepSettings, prepared: Prepared, content: Mapping[str, An
     ]
     parts = ["# Sweep", f"> {content['statement']}", "\n".join(epsilons)]
     parts.append(grid([*names, prepared.metric, ""], body))
-    if not rows:
-        parts.append("No trial ran: their random number came out as 0. Nothing is released.")
     swept = [f"- `{name}`: {', '.join(map(str, v))}" for name, v in content["grid"].items()]
     return "\n\n".join([*filter(None, parts), "Swept:", "\n".join(swept)]) + "\n"
 

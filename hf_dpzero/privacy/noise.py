@@ -135,11 +135,11 @@ class NoiseSource(ABC):
           part: of a long vector; matters to insecure sources only.
         """
 
-    @abstractmethod
     def _integers(
         self, distribution: Distribution, scale: float, size: int, step: int
     ) -> list[int]:
-        """Draws integers; the arguments are checked."""
+        # Draws that can be made again are summed over steps, and sums of many are no integers.
+        raise ValueError(f"the noise source {self.name!r} draws no integers: use SecureNoise.")
 
 
 @dataclass(frozen=True)

@@ -3,31 +3,26 @@
 Private selection (Papernot and Steinke 2022, "Hyperparameter tuning with Renyi differential
 privacy", arXiv:2110.03620). Let Q be one trial: draw settings uniformly from a public grid, train
 privately, score the result on public data. Run Q a random number K of times and release the best
-result alone, K and the other results staying secret. For K from the truncated negative binomial
-distribution TNB(eta, gamma) (their Definition 1) and a run that is (lambda, eps(lambda))-RDP at every
+result alone, K and the other results staying secret. For K from the geometric distribution (their
+Definition 1 with eta = 1, gamma = 1 / E K) and a run that is (lambda, eps(lambda))-RDP at every
 order, the release is, at order lambda and for every lambda' >= 1 (Theorem 2),
 
-    eps(lambda) + (1 + eta) (1 - 1/lambda') eps(lambda') + (1 + eta) log(1/gamma) / lambda'
-    + log(E K) / (lambda - 1),
+    eps(lambda) + 2 (1 - 1/lambda') eps(lambda') + 2 log(E K) / lambda' + log(E K) / (lambda - 1).
 
-and for K ~ Poisson(mu) (Theorem 6) eps(lambda) + mu delta' + log(mu) / (lambda - 1), where one run
-is (eps', delta')-DP with e^eps' <= 1 + 1/(lambda - 1). `dp_accounting` evaluates both as
-`RepeatAndSelectDpEvent`; the tests check it against these lines.
+`dp_accounting` evaluates it as `RepeatAndSelectDpEvent`; the tests check it against this line.
 
 Q is a mixture over settings that names its component, so its RDP curve is the largest of the
 settings' curves; here all settings must share one event, so that no trial is noisier than it needs.
 Ties in the score go to the earlier trial: trials are exchangeable, so this is the uniform
-tie-breaker that the theorems allow.
+tie-breaker that the theorem allows.
 
-*Noise on a grid.* The theorems need RDP of what really runs, which adds discrete noise. Beside the
+*Noise on a grid.* The theorem needs RDP of what really runs, which adds discrete noise. Beside the
 continuous run its likelihood is within e^h everywhere that matters (`discretization.py`), so its Renyi
 divergence of order a is larger by at most (2 a - 1) / (a - 1) h, which is 12 h at the smallest order
 in use, 1.1, and less at larger ones: a `ZCDpEvent` with xi = 12 h.
 
 Noised d-vectors on their grid are close to ideal ones over the whole search: its trials, at most
 `TrialCount.most` of them, are one composition of draws (`discretization.py`, on vectors).
-
-*The number of trials* is drawn from its law computed with 60 decimal digits.
 
 *Plain composition.* The grid is run once, in full, and everything may be released: the runs'
 events compose.
@@ -37,9 +32,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from decimal import Context, Decimal, localcontext
+from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -57,123 +52,39 @@ _SMALLEST_ORDER = 1.1
 
 # ------------------------------------------------------------------ the number of trials
 
-TRIAL_SHAPES = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
-"""Names of distributions of the number of trials -> `TrialCount.shape`."""
-
 MAX_MEAN = 10_000.0
-_BITS = 160  # of the uniform number behind a draw, which is met to 2^-150 in total variation
-_CONTEXT = Context(prec=60)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialCount:
-    """The distribution of the secret number of trials K (Papernot and Steinke 2022, Definition 1).
+    """The geometric distribution of the secret number of trials K, on {1, 2, ...}.
 
     Attributes:
       mean: E K, in 1..10^4. The distribution is public; the draw is not.
-      shape: eta. 1 is the geometric distribution, 0 the logarithmic, others above 0 the truncated
-        negative binomial, all on {1, 2, ...}; infinity is the Poisson distribution, on {0, 1, ...}.
-        A smaller shape costs less privacy and has a heavier tail.
 
     Raises:
-      ValueError: mean or shape out of range.
-
-    >>> trials = TrialCount(mean=4.0, shape=1.0)
-    >>> [trials.probability(k) for k in (0, 1, 2)]
-    [0.0, 0.25, 0.1875]
+      ValueError: mean out of range.
     """
 
     mean: float
-    shape: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= MAX_MEAN:
             raise ValueError(
-                f"mean_trials={self.mean} must lie in 1..{MAX_MEAN:g}; the theorems need at least 1."
+                f"mean_trials={self.mean} must lie in 1..{MAX_MEAN:g}; the theorem needs at least 1."
             )
-        if math.isnan(self.shape) or self.shape < 0:
-            raise ValueError(
-                f"shape={self.shape} must be at least 0; infinity is the Poisson distribution."
-            )
-        if 100 < self.shape < math.inf:
-            raise ValueError(f"shape={self.shape} is above 100; use 'poisson', the limit.")
-
-    @property
-    def name(self) -> str:
-        """Names the distribution.
-
-        >>> TrialCount(mean=3, shape=0.5).name
-        'truncated negative binomial (shape 0.5)'
-        """
-        known = {shape: name for name, shape in TRIAL_SHAPES.items()}
-        return known.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
-
-    @property
-    def gamma(self) -> Decimal:
-        """Returns the parameter of TNB(eta, gamma) of mean at most `mean`; 1 for Poisson.
-
-        The rounding is on the safe side: a larger gamma has a smaller mean and costs less.
-        """
-        return Decimal(1) if math.isinf(self.shape) else _gamma(self.mean, self.shape)
 
     @property
     def most(self) -> int:
-        """Returns what K exceeds with probability below 1e-48: 128 / gamma, or for Poisson 128 E K."""
-        return math.ceil(128 * (self.mean if math.isinf(self.shape) else 1 / float(self.gamma)))
-
-    def probability(self, count: int) -> float:
-        """Returns P[K = count]."""
-        number, value = next(p for p in self._probabilities() if p[0] >= count)
-        return float(value) if number == count else 0.0
+        """Returns what K exceeds with probability (1 - 1 / E K)^most, below 1e-48: 128 E K."""
+        return math.ceil(128 * self.mean)
 
     def draw(self) -> int:
-        """Draws K by inversion from operating-system entropy. Secret: tell nobody."""
-        with localcontext(_CONTEXT):
-            left = Decimal(secrets.randbits(_BITS)) / Decimal(2**_BITS)
-            for number, value in self._probabilities():
-                left -= value
-                if left < 0 or (number > self.mean and value < Decimal("1e-48")):
-                    return number
-        raise AssertionError("the probabilities never sum to one")
-
-    def _probabilities(self) -> Iterator[tuple[int, Decimal]]:
-        """Yields (k, P[K = k]) from the smallest k upwards, without end, as decimals."""
-        with localcontext(_CONTEXT):
-            poisson = math.isinf(self.shape)
-            eta, mean, gamma = Decimal(self.shape), Decimal(self.mean), self.gamma
-            number, value = (0, (-mean).exp()) if poisson else (1, _tnb_first(gamma, eta))
-        while True:
-            yield number, value
-            with localcontext(_CONTEXT):
-                ratio = mean if poisson else (1 - gamma) * (number + eta)
-                value = value * ratio / (number + 1)
-            number += 1
-
-
-@lru_cache(maxsize=256)
-def _gamma(mean: float, shape: float) -> Decimal:
-    """Returns the smallest gamma, to 1e-40, with E K <= mean, by bisection."""
-
-    def expected(gamma: Decimal) -> Decimal:
-        # eta (1/gamma - 1) / (1 - gamma^eta); (1/gamma - 1) / log(1/gamma) for eta = 0
-        odds, eta = 1 / gamma - 1, Decimal(shape)
-        if gamma == 1:
-            return Decimal(1)
-        return odds / -gamma.ln() if shape == 0 else eta * odds / (1 - gamma**eta)
-
-    with localcontext(_CONTEXT):
-        low, high = Decimal(0), Decimal(1)
-        while high - low > high * Decimal("1e-40"):
-            middle = (low + high) / 2
-            low, high = (low, middle) if expected(middle) <= Decimal(mean) else (middle, high)
-        return high
-
-
-def _tnb_first(gamma: Decimal, eta: Decimal) -> Decimal:
-    """Returns P[K = 1] = eta (1 - gamma) / (gamma^-eta - 1); (1 - gamma) / log(1/gamma) for eta = 0."""
-    if gamma == 1:
-        return Decimal(1)
-    return (1 - gamma) / -gamma.ln() if eta == 0 else eta * (1 - gamma) / (gamma**-eta - 1)
+        """Draws K, exactly, from operating-system entropy. Secret: tell nobody."""
+        last, count = 1 / Fraction(self.mean), 1
+        while secrets.randbelow(last.denominator) >= last.numerator:
+            count += 1
+        return count
 
 
 # ------------------------------------------------------------------ private selection
@@ -228,7 +139,7 @@ def selection_event(parts: Sequence[Part], trials: TrialCount) -> DpEvent:
 
     xi = _slack(parts)[0] * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
     one = dp.ComposedDpEvent([_run_event(parts), ZCDpEvent(rho=0.0, xi=xi)])
-    return RepeatAndSelectDpEvent(one, trials.mean, trials.shape)
+    return RepeatAndSelectDpEvent(one, trials.mean, 1.0)
 
 
 def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> float:
@@ -410,7 +321,7 @@ def calibrate_composed(
 
 WORDS = ("none", "public", "not_accounted")
 _ENTRIES = {
-    "repeat_and_select": {"law", "mean_trials", "shape", "swept", "epsilon_one_run"},
+    "repeat_and_select": {"mean_trials", "swept", "epsilon_one_run"},
     "composition": {"runs", "swept", "plans"},
 }
 
@@ -427,9 +338,7 @@ def selection_entry(
       delta: of the report.
     """
     values = {
-        "law": trials.name,
         "mean_trials": trials.mean,
-        "shape": "inf" if math.isinf(trials.shape) else trials.shape,
         "swept": list(swept),
         "epsilon_one_run": plan.epsilon(delta),
     }
@@ -489,8 +398,7 @@ def total_epsilon(plan: PrivacyPlan, tuning: Any, delta: float) -> float:
     if tuning in WORDS:
         return plan.epsilon(delta)
     if "repeat_and_select" in tuning:
-        entry = tuning["repeat_and_select"]
-        trials = TrialCount(mean=float(entry["mean_trials"]), shape=float(entry["shape"]))
+        trials = TrialCount(mean=float(tuning["repeat_and_select"]["mean_trials"]))
         return selection_epsilon(plan, trials, delta)
     listed = tuning["composition"]["plans"]
     if plan.to_dict() not in [item["plan"] for item in listed]:

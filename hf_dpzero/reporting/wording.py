@@ -186,7 +186,7 @@ def _tuning_phrases(tuning: Tuning) -> tuple[str, str, str]:
     if _kind(tuning) == "repeat_and_select":
         return (
             "The choice of settings, the weights and the trajectory of this run are together",
-            f"the best of a secret random number of trials ({entry['law']}, mean "
+            f"the best of a secret random number of trials (geometric, mean "
             f"{number(entry['mean_trials'])}), each ",
             " Hyper-parameter tuning is included (one run alone: epsilon "
             f"{round_up(entry['epsilon_one_run'])}).",
@@ -248,7 +248,7 @@ def tuning_words(tuning: Tuning) -> str:
     entry = tuning["repeat_and_select"]
     return (
         f"included: private selection of the best of a random number of trials "
-        f"({entry['law']}, mean {number(entry['mean_trials'])})"
+        f"(geometric, mean {number(entry['mean_trials'])})"
     )
 
 

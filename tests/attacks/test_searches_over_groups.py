@@ -21,6 +21,6 @@ def test_private_selection_gives_noisy_losses_their_share(relation):
         groups=PerStepGroups(names=("a", "b"), shares=(0.3, 0.7), budget=0.3),
         relation=relation,
     )
-    trials = TrialCount(mean=10, shape=1.0)
+    trials = TrialCount(mean=10)
     found = calibrate_selection(plan, trials, epsilon=6.0, delta=1e-5)
     assert 5.9 < selection_epsilon(found, trials, 1e-5) <= 6.0

@@ -24,7 +24,6 @@ from hf_dpzero.experiments.sweep import (
     draw_points,
     open_workspace,
     parse_grid,
-    trial_count_from,
 )
 from hf_dpzero.experiments.sweep_outputs import _best_row
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
@@ -91,11 +90,6 @@ def test_bad_grids_are_refused(words, message):
         parse_grid(words)
 
 
-def test_counts_of_trials_have_names():
-    assert trial_count_from("poisson", 3).shape == math.inf
-    assert trial_count_from("0.5", 3).name == "truncated negative binomial (shape 0.5)"
-
-
 def test_grid_files_load_and_say_how_to_run_them():
     paths = sorted((ROOT / "configs" / "sweep").glob("*.yaml"))
     assert {path.stem for path in paths} >= {"roberta-dpzero", "first-order", "opt-dpzero"}
@@ -130,10 +124,8 @@ def make_report(plan: PrivacyPlan, steps: int | None = None) -> PrivacyReport:
     )
 
 
-@pytest.mark.parametrize("shape", [1.0, math.inf])
-def test_a_selected_run_reports_the_total(shape, tmp_path):
-    """Also from a file, which has no infinity: the shape of a Poisson number of trials."""
-    plan, trials = make_plan(accountant="rdp"), TrialCount(mean=5.0, shape=shape)
+def test_a_selected_run_reports_the_total(tmp_path):
+    plan, trials = make_plan(accountant="rdp"), TrialCount(mean=5.0)
     entry = selection_entry(plan, trials, ["clip"], DELTA)
     again = json.loads(json.dumps(entry, allow_nan=False))
     report = make_report(plan).with_tuning(again, plan)
@@ -141,7 +133,7 @@ def test_a_selected_run_reports_the_total(shape, tmp_path):
     assert report.epsilon == total > plan.epsilon(DELTA)
     assert report.statement.startswith("The choice of settings, the weights and the trajectory")
     assert f"({round_up(total)}, 1e-05)-differentially private" in report.statement
-    assert f"secret random number of trials ({trials.name}, mean 5)" in report.statement
+    assert "secret random number of trials (geometric, mean 5)" in report.statement
     assert "Hyper-parameter tuning is included" in report.statement
     assert not any("is not accounted: epsilon covers" in caveat for caveat in report.caveats)
     report.save(tmp_path)
@@ -310,7 +302,6 @@ def sweep(recipe: Path, folder: Path, *words: Any) -> int:
         ("composed --grid clip=1,2 --clip 3", "both swept and overridden"),
         ("composed --grid clip=1,2 --selection some", "selection='some'"),
         ("composed --grid clip=1,2 --mean_trials 0", "mean_trials=0.0"),
-        ("composed --grid clip=1,2 --trial_count binomial", "is not one of geometric, poisson"),
         ("composed --grid clip=1,2 --testing.insecure_noise_seed 1", "NOT PRIVATE"),
         ("composed --grid clip=1,-2", "clip=-2.0"),
         (
@@ -429,7 +420,7 @@ def test_a_private_selection_end_to_end(recipe, tmp_path, quick_trials, monkeypa
     content = json.loads((folder / "sweep.json").read_text())
     best = max(rows, key=lambda one: one["score"])
     assert content["best"]["settings"] == best["settings"]
-    assert content["trial_count"] == {"law": "geometric", "mean": 4.0}
+    assert content["mean_trials"] == 4.0
     assert 3.98 < content["epsilon"] <= 4.0 and "trials" not in content
 
     report = PrivacyReport.load(folder / "best")
@@ -468,14 +459,6 @@ def test_a_private_selection_end_to_end(recipe, tmp_path, quick_trials, monkeypa
     for _ in range(2):  # the second time nothing runs again
         assert sweep(recipe, folder, *words) == 0 and len(quick_trials) == 4
         assert public_files(folder) == files
-
-
-def test_no_trial_releases_nothing(recipe, tmp_path, quick_trials, monkeypatch):
-    monkeypatch.setattr(TrialCount, "draw", lambda self: 0)
-    words = [*COMPOSED, "--grid", "clip=1,4", "--trial_count", "poisson"]
-    assert sweep(recipe, tmp_path / "D", *words) == 0 and quick_trials == []
-    assert set(public_files(tmp_path / "D")) == {"sweep.json", "sweep.md"}
-    assert "No trial ran" in (tmp_path / "D/sweep.md").read_text()
 
 
 def test_a_failed_secret_trial_stops_the_sweep(recipe, tmp_path, trained, monkeypatch):

@@ -276,9 +276,9 @@ def test_sweeps_compose_scheduled_runs():
     assert composed_epsilon([plan, plan], DELTA) == pytest.approx(reference(plan, plan), rel=1e-3)
     rdp_of_one = dataclasses.replace(plan, accountant="rdp").epsilon(DELTA)
     assert rdp_of_one == pytest.approx(reference(plan), rel=1e-3)
-    assert selection_epsilon(plan, TrialCount(mean=4.0, shape=1.0), DELTA) > rdp_of_one
-    flat = selection_epsilon(constant, TrialCount(mean=4.0, shape=1.0), DELTA)
-    assert selection_epsilon(plan, TrialCount(mean=4.0, shape=1.0), DELTA) > 1.2 * flat
+    assert selection_epsilon(plan, TrialCount(mean=4.0), DELTA) > rdp_of_one
+    flat = selection_epsilon(constant, TrialCount(mean=4.0), DELTA)
+    assert selection_epsilon(plan, TrialCount(mean=4.0), DELTA) > 1.2 * flat
 
 
 # ------------------------------------------------------------------ records

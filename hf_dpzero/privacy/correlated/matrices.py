@@ -268,11 +268,6 @@ class Tree(Factorization):
         sizes = error_sizes(np.ones(self.rounds.bit_length()))
         return math.sqrt(sizes.sum() * (sizes[-1] + sizes.max()))
 
-    @property
-    def lookback(self) -> int:
-        # half of the largest complete tree, and one
-        return max(1, 2 ** (self.rounds.bit_length() - 1) // 2 + 1)
-
     @cached_property
     def squared_column_norms(self) -> np.ndarray:
         # how many nodes in use contain the round
@@ -360,10 +355,6 @@ class Restarted(Factorization):
     def __init__(self, block: Factorization, rounds: int) -> None:
         super().__init__(rounds)
         self.block, self.name = block, f"{block.name}, restarted"
-
-    @property
-    def lookback(self) -> int:
-        return self.block.lookback
 
     @cached_property
     def rounding(self) -> float:

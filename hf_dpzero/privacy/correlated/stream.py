@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from hf_dpzero.privacy.correlated.matrices import Factorization, groups_of
-from hf_dpzero.privacy.noise import Distribution, NoiseSource, SecureNoise, normal_quantiles
+from hf_dpzero.privacy.noise import NoiseSource, SecureNoise, normal_quantiles
 
 KEY_BYTES = 32
 BLOCK = 1 << 12
@@ -77,13 +77,6 @@ class KeyedNoise(NoiseSource):
     def laplaces(self, size: int, step: int, part: int) -> np.ndarray:
         # from fresh entropy, never from the key
         return SecureNoise().laplaces(size, step, part)
-
-    def _integers(
-        self, distribution: Distribution, scale: float, size: int, step: int
-    ) -> list[int]:
-        raise ValueError(
-            "keyed noise draws no integers: discrete noise is not correlated over steps."
-        )
 
 
 class CorrelatedNoise(NoiseSource):
@@ -183,11 +176,6 @@ class CorrelatedNoise(NoiseSource):
     def dither(self, size: int, step: int, part: int) -> np.ndarray | None:
         # of the base: Laplace draws that no other step has
         return self.base.laplaces(size, step, part)
-
-    def _integers(
-        self, distribution: Distribution, scale: float, size: int, step: int
-    ) -> list[int]:
-        raise ValueError("correlated noise draws no integers: it is for vectors on a grid.")
 
 
 class _Draws:
