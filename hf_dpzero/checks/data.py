@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import datasets
@@ -162,42 +162,6 @@ def check_labels(dataset: Any, names: Iterable[str] = ()) -> None:
             "'labels' (of question answering: 'start_positions' and 'end_positions'), or pass "
             "compute_per_example_loss."
         )
-
-
-def check_positions(
-    collate: Callable[[list[int]], Mapping[str, Tensor]], rows: Sequence[int]
-) -> None:
-    """Refuses a collator that pads on the left but leaves the answers' positions where they were.
-
-    Args:
-      collate: row numbers -> batch.
-      rows: some of them, of different lengths.
-
-    Raises:
-      ValueError: a row's tokens move in a batch, and its `start_positions` do not.
-    """
-    batch = collate(list(rows))
-    if not isinstance(batch.get("attention_mask"), Tensor):
-        return
-    for place, row in enumerate(rows):
-        alone = collate([row])
-        moved, answer = (
-            int(many[place] - one[0])
-            for many, one in (
-                (_first_tokens(batch), _first_tokens(alone)),
-                (batch["start_positions"].reshape(-1), alone["start_positions"].reshape(-1)),
-            )
-        )
-        if moved and answer != moved:
-            raise ValueError(
-                f"in a batch the tokens of a row stand {moved} columns further right, and its "
-                f"start_positions {answer}: the collator pads on the left. Set "
-                "tokenizer.padding_side='right', or move the positions along."
-            )
-
-
-def _first_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    return batch["attention_mask"].ne(0).int().argmax(dim=-1)
 
 
 def check_unit(

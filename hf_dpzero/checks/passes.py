@@ -6,14 +6,14 @@ Nothing here is released. What is tried are invented rows, and row 0 for the for
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_dpzero.batches.logical_batch import RowsJoined
 from hf_dpzero.batches.placement import (
     CAPS,
     STEPS,
@@ -41,12 +41,12 @@ from hf_dpzero.batches.shapes import (
     stacked,
     width_of,
 )
-from hf_dpzero.checks.data import check_positions, of_first_row
-from hf_dpzero.checks.invented_rows import InventedRows, nonzero_weights
+from hf_dpzero.checks.data import of_first_row
+from hf_dpzero.checks.invented_rows import InventedRows, at_nonzero_weights
 from hf_dpzero.checks.model import check_evaluation_mode, parameters_left_alone
 from hf_dpzero.checks.precision import couples_values, low_precision
-from hf_dpzero.checks.public_rows import NOT_TAKEN, first_row, widths
-from hf_dpzero.checks.smoke_test import ROOM, CoupledLosses, Losses, SmokeTest
+from hf_dpzero.checks.public_rows import NOT_TAKEN, first_row, is_ours, widths
+from hf_dpzero.checks.smoke_test import ROOM, CoupledLosses, SmokeTest
 from hf_dpzero.estimators.arithmetic import uncompiled
 from hf_dpzero.estimators.offload import arriving_bytes
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
@@ -84,19 +84,17 @@ def shapes_of(run: Run) -> PassShapes | None:
     """Returns how a private run collates rows, its sizes of passes untried yet; None for others."""
     if not run.plan.mechanism.private:
         return None
-    alone = Placement(run.plan.sampler.expected_batch_size, (1,), {0: 1.0}, 0.0)
-    model, tokenizer = run.model, run.tokenizer
+    model, tokenizer, rows = run.model, run.tokenizer, run.rows
     config = getattr(base_model(model), "config", None)
     pad = getattr(tokenizer, "pad_token_id", None)
     decoder = getattr(config, "is_encoder_decoder", False)  # its labels may have the texts' shape
-    private = run.rows
     shapes = PassShapes(
-        private.collate_each,
-        alone,
+        rows.collate_each,
+        Placement(run.plan.sampler.expected_batch_size, (1,), {0: 1.0}, 0.0),
         context_length=context_length(model),
         padding_side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
         pad_token_id=getattr(config, "pad_token_id", None) if pad is None else pad,
-        collate_stacked=private.collate_rows if private.are_stacked() else None,
+        collate_stacked=rows.collate_rows if rows.are_stacked() else None,
         decoder_length=decoder_length(model),
         max_length=run.longest_row,
     )
@@ -105,41 +103,80 @@ def shapes_of(run: Run) -> PassShapes | None:
     with of_first_row("collated"):
         first = shapes.collate_each([0])[0]
     shapes = dataclasses.replace(shapes, row_signature=kind_of(first))
-    if run.args.physical_batch_size > 1 and invented_form(run, shapes, first) is first:
-        free = masked_shape(first) is None and shapes.collate_stacked is None
-        shapes = dataclasses.replace(shapes, row_sizes=sizes_of(first) if free else None)
-    reason = couples_values(model)
     if run.args.physical_batch_size == 1:
         return shapes
-    if is_unmasked_sound(first):
-        logger.warning(UNMASKED)
-        return shapes
-    if reason:
-        logger.warning(f"{reason}: {ONE_BY_ONE}")
+    if not _widths_vary(shapes, first) and _form(run, shapes, first) is first:
+        shapes = dataclasses.replace(shapes, row_sizes=sizes_of(first))
+    reason = couples_values(model)
+    if is_unmasked_sound(first) or reason:
+        logger.warning(UNMASKED if is_unmasked_sound(first) else f"{reason}: {ONE_BY_ONE}")
         return shapes
     sizes = sizes_up_to(run.args.physical_batch_size)
-    return dataclasses.replace(shapes, placement=dataclasses.replace(alone, sizes=sizes))
+    return dataclasses.replace(shapes, placement=dataclasses.replace(shapes.placement, sizes=sizes))
 
 
-def invented_form(run: Run, shapes: PassShapes, first: Row | None = None) -> Row:
+def _widths_vary(shapes: PassShapes, first: Row) -> bool:
+    """Whether a mask tells a row's width, or rows are stacked, which all have the same."""
+    return masked_shape(first) is not None or shapes.collate_stacked is not None
+
+
+def _form(run: Run, shapes: PassShapes, first: Row) -> Row:
     """The row whose form invented rows have: row 0, of which the length along its mask is not read.
 
     Where no mask tells what its length is, an evaluation row's sizes are; without one, row 0's, and then
-    all rows must have them (`PassShapes.sizes`).
+    all rows must have them (`PassShapes.row_sizes`).
     """
-    first = shapes.collate_each([0])[0] if first is None else first
-    if masked_shape(first) is not None or shapes.collate_stacked is not None:
-        return first
-    public = first_row(run)
+    public = None if _widths_vary(shapes, first) else first_row(run)
     return public if public is not None and kind_of(public) == kind_of(first) else first
 
 
-def _placement(run: Run, sizes: tuple[int, ...], tokens: int | None) -> Placement:
+def invented_rows(run: Run, shapes: PassShapes) -> InventedRows:
+    """Returns what makes rows in the form of the run's."""
+    form = _form(run, shapes, shapes.collate_each([0])[0])
+    return InventedRows(form, run.model, shapes.padding_side)
+
+
+@torch.no_grad()
+def check_first_row(run: Run) -> None:
+    """Refuses a model or objective that cannot evaluate row 0, or writes to its parameters doing so.
+
+    Raises:
+      ValueError: says what to look at; the loss is discarded.
+    """
+    with parameters_left_alone(run.model), evaluation_mode(run.model):
+        check_evaluation_mode(run.model)
+        with of_first_row("evaluated"), uncompiled(run.model):
+            _losses(run, run.evaluate, run.rows.collate_rows([0]))
+
+
+@torch.no_grad()
+def choose_passes(run: Run) -> None:
+    """Tries the run's passes on invented rows, and sets its placement and mesh; losses are discarded.
+
+    Raises:
+      CoupledLosses: an example's loss depends on others by more than rounding.
+      ValueError: `direction_parallel_size` does not fit.
+    """
+    args, model, shapes = run.args, run.model, run.shapes
+    sizes: tuple[int, ...] = (args.physical_batch_size,) if shapes is None else (1,)
+    tokens = None
+    if shapes is not None and not shapes.one_by_one:
+        with at_nonzero_weights(model), parameters_left_alone(model), evaluation_mode(model):
+            sizes, tokens = _tried_sizes(run, shapes)
+    if shapes is None or sizes == (1,):
+        placement = Placement(run.plan.sampler.expected_batch_size, sizes, {0: 1.0}, 0.0)
+    else:
+        placement = _placement(run, shapes, sizes, tokens)
+    placement, run.mesh = place_on_mesh(args, model, placement, run.sharded)
+    if shapes is not None:
+        run.shapes = dataclasses.replace(shapes, placement=placement)
+
+
+def _placement(
+    run: Run, shapes: PassShapes, sizes: tuple[int, ...], tokens: int | None
+) -> Placement:
     """The passes of a run with these sizes, from public numbers."""
-    model, shapes = run.model, run.shapes
-    expected = run.plan.sampler.expected_batch_size
-    if shapes is None or shapes.one_by_one:
-        return Placement(expected, sizes, {0: 1.0}, 0.0)
+    model, expected = run.model, run.plan.sampler.expected_batch_size
     first = shapes.collate_each([0])[0]
     coarse = bool(low_precision(model, run.args))
     count = sum(p.numel() for p in model.parameters())
@@ -160,67 +197,6 @@ def _placement(run: Run, sizes: tuple[int, ...], tokens: int | None) -> Placemen
     return min(map(in_steps, STEPS), key=Placement.expected_tokens)
 
 
-@torch.no_grad()
-def check_first_row(run: Run) -> None:
-    """Refuses a model or objective that cannot evaluate row 0, or writes to its parameters doing so.
-
-    Raises:
-      ValueError: says what to look at; the loss is discarded.
-    """
-    with parameters_left_alone(run.model), evaluation_mode(run.model):
-        check_evaluation_mode(run.model)
-        with of_first_row("evaluated"), uncompiled(run.model):
-            _losses(run, run.evaluate, run.rows.collate_rows([0]))
-
-
-def check_collator(run: Run) -> None:
-    """Refuses a collator that joins rows, or pads on the left and leaves positions where they were.
-
-    Raises:
-      ValueError: says what to change.
-    """
-    first, count = run.rows.collate_rows([0]), len(run.dataset)
-    try:  # its count alone is looked at
-        run.rows.collate_rows([0, min(1, count - 1)])
-    except RowsJoined:
-        raise
-    except Exception as error:  # a collator that cannot pad: rows are collated one by one
-        logger.info(f"two rows were not collated together ({type(error).__name__})")
-    if "start_positions" in first:
-        check_positions(run.rows.collate_rows, sorted({i * count // 64 for i in range(64)}))
-
-
-@torch.no_grad()
-def choose_passes(run: Run) -> None:
-    """Tries the run's passes on invented rows, and sets its placement and mesh; losses are discarded.
-
-    Raises:
-      CoupledLosses: an example's loss depends on others by more than rounding.
-      ValueError: `direction_parallel_size` does not fit.
-    """
-    args, model, shapes = run.args, run.model, run.shapes
-    if shapes is None or shapes.one_by_one:
-        placement = _placement(run, (args.physical_batch_size if shapes is None else 1,), None)
-    else:
-        restore = nonzero_weights(model)
-        try:
-            with parameters_left_alone(model), evaluation_mode(model):
-                trial = run.evaluate.trial
-                sizes, tokens = _tried_sizes(
-                    run, shapes, lambda batch, seed=0: _losses(run, trial, batch, seed)
-                )
-        finally:
-            restore()
-        placement = (
-            Placement(run.plan.sampler.expected_batch_size, sizes, {0: 1.0}, 0.0)
-            if sizes == (1,)
-            else _placement(run, sizes, tokens)
-        )
-    placement, run.mesh = place_on_mesh(args, model, placement, run.sharded)
-    if shapes is not None:
-        run.shapes = dataclasses.replace(shapes, placement=placement)
-
-
 def _losses(
     run: Run, evaluate: PerExampleLoss, batch: Mapping[str, Tensor], seed: int = 0
 ) -> Tensor:
@@ -229,32 +205,29 @@ def _losses(
         return assert_same_losses(found) if run.sharded else found
 
 
-def _tried_sizes(
-    run: Run, shapes: PassShapes, losses: Losses
-) -> tuple[tuple[int, ...], int | None]:
+def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | None]:
     """The sizes of passes that fit and pass the smoke test, and the tokens of one that fit."""
-    args, model = run.args, run.model
-    free = free_bytes(args.device)
-    invented = InventedRows(invented_form(run, shapes), model, shapes.padding_side)
+    args, model, free = run.args, run.model, free_bytes(run.args.device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    dense = (
-        args.performance.per_example_gradients == "dense"
-        or args.mixed_precision != "no"
-        or rounds_products()
-    )
     sizes, tokens = shapes.placement.sizes, None
+    if args.microbatch_size is None:
+        dense = (
+            args.performance.per_example_gradients == "dense"
+            or args.mixed_precision != "no"
+            or rounds_products()
+        )
+        cap = rows_that_fit(free, trained, dense and args.first_order)
+        sizes = sizes_up_to(collectives.shared(cap))
+
+    def losses(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
+        return _losses(run, run.evaluate.trial, batch, seed)
+
+    coarse = bool(low_precision(model, args))
+    smoke = SmokeTest(shapes, invented_rows(run, shapes), losses, model, coarse)
     try:
-        if args.microbatch_size is None:
-            cap = rows_that_fit(free, trained, dense and args.first_order)
-            sizes = sizes_up_to(collectives.shared(cap))
-        coarse = bool(low_precision(model, args))
-        smoke = SmokeTest(shapes, invented, losses, model, coarse)
         reason = smoke.run(sizes)
-        if args.microbatch_size is None:
-            fitting = tokens_that_fit(smoke.bytes, smoke.tokens, free, trained, args.first_order)
-            tokens = collectives.shared(1 << (max(fitting, 1).bit_length() - 1))
     except NOT_TAKEN as error:
-        if isinstance(error, CoupledLosses):
+        if isinstance(error, CoupledLosses) or is_ours(error):
             raise
         logger.warning(
             f"the loss does not take rows invented in the form of row 0 ({type(error).__name__}), on "
@@ -264,21 +237,39 @@ def _tried_sizes(
     if reason:
         logger.warning(f"{reason}, even in a batch of the same shape: {ONE_BY_ONE}")
         return (1,), None
+    if args.microbatch_size is None:
+        fitting = tokens_that_fit(smoke.bytes, smoke.tokens, free, trained, args.first_order)
+        tokens = collectives.shared(1 << (max(fitting, 1).bit_length() - 1))
+    found = sizes
+    if args.first_order and args.clipping != "averaged":
+        # averaged clipping: a row's passes are its group's alone, whose clip bounds whatever it moves
+        found = _gradient_sizes(run, smoke, sizes)
+    found = _sizes_within(run, smoke, found, tokens)
+    if lost := sorted(set(sizes) - set(found)):
+        logger.info(f"passes of {lost} rows are not used: a loss moves by its place in them.")
+    return found, tokens
+
+
+def _sizes_within(
+    run: Run, smoke: SmokeTest, sizes: tuple[int, ...], tokens: int | None
+) -> tuple[int, ...]:
+    """Of the sets of sizes between whose places losses hardly move, the one that costs least."""
     groups = run.plan.groups
     bound = math.inf if groups is None else ROOM * groups.loss_bound
-    if not args.first_order:
+    if not run.args.first_order:
         clip, scale = smallest_clip_and_scale(run)
         stepwise = run.objective is not None and trial(run.objective) is not run.objective
         bound = 0.0 if stepwise else min(bound, ROOM * clip / scale)
-    sets = smoke.largest_sets(sizes, lambda move: move <= bound)
-    if args.first_order and args.clipping != "averaged":
-        # averaged clipping: a row's passes are its group's alone, whose clip bounds whatever it moves
-        sets = [_gradient_sizes(run, smoke, chosen) for chosen in sets]
-    if len(sets) > 1:  # the same on all processes, whose invented rows and weights are
-        sets.sort(key=lambda chosen: _placement(run, chosen, tokens).expected_tokens())
-    if lost := sorted(set(sizes) - set(sets[0])):
-        logger.info(f"passes of {lost} rows are not used: a loss moves by its place in them.")
-    return sets[0], tokens
+    if smoke.move(sizes) <= bound:
+        return sizes
+    counts = range(len(sizes) - 1, 0, -1)
+    smaller = itertools.chain.from_iterable(itertools.combinations(sizes, n) for n in counts)
+    holding = [chosen for chosen in smaller if smoke.move(chosen) <= bound]
+
+    def cost(chosen: tuple[int, ...]) -> float:
+        return _placement(run, smoke.shapes, chosen, tokens).expected_tokens()
+
+    return min(holding, key=cost, default=(1,))
 
 
 def smallest_clip_and_scale(run: Run) -> tuple[float, float]:
@@ -293,12 +284,12 @@ def smallest_clip_and_scale(run: Run) -> tuple[float, float]:
     return plan.smallest_clip, norm * _largest_weight(plan) / least
 
 
-def _gradient_sizes(run: Run, smoke: SmokeTest, sizes: Sequence[int]) -> tuple[int, ...]:
+def _gradient_sizes(run: Run, smoke: SmokeTest, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Those of sizes in whose places an invented row's gradient hardly moves.
 
     A plain clip is a projection, so a relative move counts; automatic clipping is none.
     """
-    args, plan, shapes = run.args, run.plan, smoke.shapes
+    args, plan = run.args, run.plan
     gradients = per_example_gradients(
         run.model,
         run.evaluate,
@@ -306,40 +297,29 @@ def _gradient_sizes(run: Run, smoke: SmokeTest, sizes: Sequence[int]) -> tuple[i
         args.physical_batch_size,
         autocast=args.mixed_precision != "no",
     )
-    invented, least = smoke.rows, bucket(1, shapes.context_length, shapes.max_length)
 
-    def summed(rows: Sequence[Row]) -> Tensor:
-        totals, _ = gradients.weighted_sum([stacked(rows)], torch.ones_like)
-        return torch.cat([total.view(-1) for total in totals])
+    def summed(row: Row, size: int) -> tuple[Tensor, int]:
+        """What a row adds in up to so many places of a pass of copies, and how many they are."""
+        # thousands of equal gradients would add up their rounding
+        places = torch.linspace(0, size - 1, min(size, max(CAPS))).long()
 
-    def alone(row: Row) -> Tensor:
-        return summed([row] * min(sizes)) / min(sizes)
+        def weigh(norms: Tensor) -> Tensor:
+            return torch.zeros_like(norms).index_fill_(0, places.to(norms.device), 1.0)
 
-    def moved(kinds: Sequence[Row], each: Sequence[Tensor], size: int) -> float:
-        """What places move in the sum over a pass of these rows, of which each gradient is known."""
-        rows = [kinds[i % len(kinds)] for i in range(size)]
-        apart = summed(rows)
-        for i, gradient in enumerate(each):
-            apart -= len(rows[i :: len(kinds)]) * gradient
-        return float(apart.norm())
+        totals, _ = gradients.weighted_sum([stacked([row] * size)], weigh)
+        return torch.cat([total.view(-1) for total in totals]), len(places)
 
-    moves = dict.fromkeys(sizes, 0.0)
+    moves, norm = dict.fromkeys(sizes, 0.0), math.inf
     with torch.enable_grad(), isolated_randomness(0):
-        # a pass of thousands of equal rows would add up their rounding
-        kinds = max(CAPS) if max(sizes) > max(CAPS) else 1
-        narrow = [invented.narrow(i, least) for i in range(kinds)]
-        known = [alone(row) for row in narrow]
-        norm = min(float(gradient.norm()) for gradient in known)
-        for size in sizes:
+        for size, wide in itertools.product(sizes, (False, True)):
             if size == 1:
                 continue
-            used = kinds if size > max(CAPS) else 1
-            moves[size] = moved(narrow[:used], known[:used], size)
-            if used == 1:
-                wide = smoke.row(size, size, wide=True)[0]
-                gradient = alone(wide)
-                norm = min(norm, float(gradient.norm()))
-                moves[size] = max(moves[size], moved([wide], [gradient], size))
+            row, _ = smoke.row(size if wide else 0, size, wide)
+            total, count = summed(row, min(sizes))
+            alone = total / count
+            norm = min(norm, float(alone.norm()))
+            total, count = summed(row, size)
+            moves[size] = max(moves[size], float((total - count * alone).norm()))
     if args.clipping == "automatic":
         norm = 0.0
     bound = ROOM * max(plan.smallest_clip, norm) / _largest_weight(plan)

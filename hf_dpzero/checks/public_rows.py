@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_dpzero.batches.shapes import PassShapes, width_of
+from hf_dpzero.batches.shapes import Row, width_of
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -28,105 +29,83 @@ _LOOKED_AT = 256
 _ULPS = 4.0  # differences below so many units in the last place of the loss are mostly rounding
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether an error is one of this package: nothing that a user's loss or rows are the cause of."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    package = frame.f_globals.get("__name__", "").split(".")[0]
+    changed = isinstance(error, ParameterChanged)
+    return changed or (isinstance(error, TypeError) and package == "hf_dpzero")
+
+
+@contextlib.contextmanager
+def leaving_out(what: str) -> Iterator[None]:
+    """Leaves out what is inside, with a word to the log, where a loss or collator takes no such rows."""
+    try:
+        yield
+    except NOT_TAKEN as error:
+        if is_ours(error):
+            raise
+        logger.info(f"{what}: {error}")
+
+
 def public_microbatches(run: Run) -> list[Mapping[str, Tensor]]:
     """A few rows of eval_dataset, or random tokens, in passes of the run; those with most rows first."""
-    if run.shapes is not None:
-        shapes = public_shapes(run, precision_diagnostics.ROWS)
-        parts = [] if shapes is None else shapes[0].microbatches(range(shapes[1]))
-        return sorted(parts, key=num_examples, reverse=True)
-    evaluation, size = run.evaluation, run.args.physical_batch_size
-    if evaluation is not None:
-        rows, count = run.rows_of(evaluation), min(precision_diagnostics.ROWS, len(evaluation))
-        return [
-            rows.collate_rows(list(range(i, min(i + size, count)))) for i in range(0, count, size)
-        ]
-    batch = precision_diagnostics.random_tokens(run.probe(), run.model) or {}
-    return [
-        {name: value[i : i + size] for name, value in batch.items()}
-        for i in range(0, precision_diagnostics.ROWS if batch else 0, size)
-    ]
+    evaluation, tokens = run.evaluation, dict[str, Tensor]()
+    if evaluation is None:
+        tokens = precision_diagnostics.random_tokens(run.probe(), run.model) or {}
+        count = precision_diagnostics.ROWS if tokens else 0
+    else:
+        count = min(precision_diagnostics.ROWS, len(evaluation))
 
+    def rows(chosen: list[int]) -> Mapping[str, Tensor]:
+        if evaluation is None:
+            return {name: value[chosen] for name, value in tokens.items()}
+        return run.rows_of(evaluation).collate_rows(chosen)
 
-def public_shapes(run: Run, most: int = sys.maxsize) -> tuple[PassShapes, int] | None:
-    """The run's fixed shapes over public rows: those of eval_dataset, or random tokens.
+    def each(chosen: list[int]) -> list[Row]:
+        if evaluation is None:
+            return [rows([i]) for i in chosen]
+        return run.rows_of(evaluation).collate_each(chosen)
 
-    Args:
-      run: that has fixed shapes.
-      most: rows.
-
-    Returns:
-      The shapes and the number of rows; None where no public row can be made.
-    """
-    assert run.shapes is not None
-    of_run = dataclasses.replace(run.shapes, collate_stacked=None, row_signature=None)
-    evaluation = run.evaluation
-    if evaluation is not None:
-        each = run.rows_of(evaluation).collate_each
-        return dataclasses.replace(of_run, collate_each=each), min(most, len(evaluation))
-    batch = precision_diagnostics.random_tokens(run.probe(), run.model)
-    if batch is None:
-        return None
-    rows = _cut(batch)[:most]
-    return dataclasses.replace(of_run, collate_each=lambda chosen: [rows[i] for i in chosen]), len(
-        rows
+    if run.shapes is None:
+        size = run.args.physical_batch_size
+        return [rows(list(range(i, min(i + size, count)))) for i in range(0, count, size)]
+    shapes = dataclasses.replace(
+        run.shapes, collate_stacked=None, row_signature=None, collate_each=each
     )
+    return sorted(shapes.microbatches(range(count)), key=num_examples, reverse=True)
+
+
+def _evaluation_rows(run: Run, most: int) -> list[Row]:
+    """Evaluation rows, evenly spread, each collated alone; [] where there are none that can be."""
+    evaluation = run.evaluation
+    with leaving_out("evaluation rows were not looked at"):
+        if evaluation is not None:
+            count = min(len(evaluation), most)
+            chosen = [i * len(evaluation) // count for i in range(count)]
+            return run.rows_of(evaluation).collate_each(chosen)
+    return []
 
 
 def widths(run: Run) -> list[int]:
-    """Columns of the masks of up to 256 evaluation rows, evenly spread; [] where there are none."""
-    evaluation = run.evaluation
-    if evaluation is None:
-        return []
-    count = min(len(evaluation), _LOOKED_AT)
-    chosen = [i * len(evaluation) // count for i in range(count)]
-    try:
-        each = run.rows_of(evaluation).collate_each(chosen)
-        return [width_of(row) for row in each]
-    except NOT_TAKEN as error:
-        logger.info(f"widths of public rows were not looked at: {error}")
-        return []
+    """Columns of the masks of up to 256 evaluation rows; [] where there are none."""
+    return [width_of(row) for row in _evaluation_rows(run, _LOOKED_AT)]
 
 
-def first_row(run: Run) -> Mapping[str, Tensor] | None:
+def first_row(run: Run) -> Row | None:
     """The first evaluation row, collated alone; None where there is none that can be."""
-    evaluation = run.evaluation
-    if evaluation is None:
-        return None
-    try:
-        row: Mapping[str, Tensor] = run.rows_of(evaluation).collate_each([0])[0]
-    except NOT_TAKEN as error:
-        logger.info(f"evaluation rows were not collated: {error}")
-        return None
-    return row
-
-
-def _cut(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The rows of a batch of tokens, every second one cut to the latter half of its tokens."""
-    shape = batch["input_ids"].shape
-    half = shape[1] - shape[1] // 2 + 1
-    rows = []
-    for i in range(shape[0]):
-        start = shape[1] - half if i % 2 and "start_positions" not in batch else 0
-        along = {
-            n: v[i : i + 1, start:] if v.shape == shape else v[i : i + 1] for n, v in batch.items()
-        }
-        rows.append(along)
-    return rows
+    return next(iter(_evaluation_rows(run, 1)), None)
 
 
 def public_microbatch(run: Run) -> Mapping[str, Tensor] | None:
     """The first of `public_microbatches`; None where none can be made, or the loss does not take it."""
-    try:
+    with leaving_out("the strategy is not tried on public rows"):
         first = next(iter(public_microbatches(run)), None)
         if first is not None:
             with torch.no_grad(), evaluation_mode(run.model):
                 run.evaluate(run.model, first)
         return first
-    except ParameterChanged:
-        raise
-    except NOT_TAKEN as error:
-        logger.info(f"the strategy is not tried on public rows: {error}")
-        return None
+    return None
 
 
 @torch.no_grad()
@@ -138,17 +117,14 @@ def check_finite(run: Run) -> None:
     Raises:
       ValueError: says what to look at.
     """
-    try:
-        with isolated_randomness(), evaluation_mode(run.model):
-            losses = [
-                run.evaluate(run.model, part)[: num_examples(part)]
-                for part in public_microbatches(run)[:2]
-            ]
-    except ParameterChanged:
-        raise
-    except NOT_TAKEN as error:
-        logger.info(f"losses of public rows were not looked at: {error}")
-        return
+    losses = list[Tensor]()
+    with (
+        leaving_out("losses of public rows were not looked at"),
+        isolated_randomness(),
+        evaluation_mode(run.model),
+    ):
+        for part in public_microbatches(run)[:2]:
+            losses.append(run.evaluate(run.model, part)[: num_examples(part)])
     if losses and not torch.cat(losses).isfinite().any():
         raise ValueError(
             "the loss is NaN or infinite on every public row (the first of eval_dataset, or random "
@@ -170,30 +146,17 @@ def check_differences(run: Run, differences: FiniteDifferences) -> None:
     Raises:
       ValueError: names smoothing and trainable.
     """
-    try:
-        with isolated_randomness():
-            pair = _losses_at_both_signs(differences, public_microbatches(run)[:1])
-    except ParameterChanged:
-        raise
-    except NOT_TAKEN as error:
-        logger.info(f"differences of public rows were not looked at: {error}")
-        return
+    pair, objective = None, differences.objective
+    with leaving_out("differences of public rows were not looked at"), isolated_randomness():
+        if public := public_microbatches(run)[:1]:
+            differences.objective = trial(objective)
+            try:
+                pair = differences.losses(public, [Direction(0, 0, 0)])
+            finally:
+                differences.objective = objective
+                differences.space.settle_()
     if pair is not None:
         judge_differences(*pair, differences.smoothing)
-
-
-def _losses_at_both_signs(
-    differences: FiniteDifferences, public: Sequence[Mapping[str, Tensor]]
-) -> tuple[Tensor, Tensor] | None:
-    if not public:
-        return None
-    objective = differences.objective
-    differences.objective = trial(objective)
-    try:
-        return differences.losses(public, [Direction(0, 0, 0)])
-    finally:
-        differences.objective = objective
-        differences.space.settle_()
 
 
 def judge_differences(plus: Tensor, minus: Tensor, smoothing: float) -> None:

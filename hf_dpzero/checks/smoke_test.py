@@ -10,34 +10,20 @@ tensor is zero. No private row is read but the form of row 0, and nothing is tri
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from hf_dpzero.batches.placement import PassBytes, bucket, measured
-from hf_dpzero.batches.shapes import (
-    PassShapes,
-    Row,
-    blank_like,
-    shape_of,
-    stacked,
-    unmasked,
-)
+from hf_dpzero.batches.shapes import PassShapes, Row, blank_like, shape_of, stacked, unmasked
 from hf_dpzero.checks.invented_rows import InventedRows
 from hf_dpzero.objectives.losses import base_model, is_compiled
 
-logger = logging.get_logger(__name__)
-
 _LEAST, _MOST, _WEIGHED = 512, 1 << 12, 1 << 36
-_SPEED_UP = 4.0  # a token in a pass of many takes a fourth of one in the first pass of a few
-_SILENT = 5.0  # seconds that a user waits without a word
 
 ROOM = 2.0**-12
 """D may be this share of the smallest clip: a sixteenth of what A2 allows, for what was not tried."""
@@ -49,6 +35,19 @@ COUPLED = (
     "not bound one example's influence. Compute each loss from its own row only (no batch mean, no "
     "in-batch negatives, no batch statistics), with a model that ignores padding and keeps no state."
 )
+
+Probe = dict[int, tuple[Tensor, Tensor]]
+"""Numbers of r rows in each place of a pass: its size -> the smallest and the largest, [r, m] each."""
+
+
+class CoupledLosses(ValueError):
+    """An example's loss depends on other examples by more than rounding."""
+
+
+class Losses(Protocol):
+    """A batch's per-example losses, float32 [B] on the CPU; equal seeds seed generators alike."""
+
+    def __call__(self, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor: ...
 
 
 def tokens_of_a_pass(parameters: int, device: str) -> int:
@@ -63,38 +62,6 @@ def tokens_of_a_pass(parameters: int, device: str) -> int:
     if device != "cpu":
         return _MOST
     return min(_MOST, max(_LEAST, _WEIGHED // max(parameters, 1)))
-
-
-class CoupledLosses(ValueError):
-    """An example's loss depends on other examples by more than rounding."""
-
-
-@dataclass
-class Probe:
-    """Numbers that follow from a row, in each place of passes of each size that was tried.
-
-    Attributes:
-      scale: [r] what the move of each of r rows is multiplied by.
-      bounds: size -> smallest and largest numbers over the places, [r, m] each.
-    """
-
-    scale: Tensor
-    bounds: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def move(self, sizes: Sequence[int]) -> float:
-        """The largest distance between two places of passes of these sizes, times its scale."""
-        tried = [self.bounds[size] for size in sizes if size in self.bounds]
-        if not tried:
-            return 0.0
-        least, most = map(torch.stack, zip(*tried, strict=True))
-        apart = (most.amax(dim=0) - least.amin(dim=0)).nan_to_num(nan=0.0, posinf=math.inf)
-        return float((apart.norm(dim=1) * self.scale).max())
-
-
-class Losses(Protocol):
-    """A batch's per-example losses, float32 [B] on the CPU; equal seeds seed generators alike."""
-
-    def __call__(self, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor: ...
 
 
 @dataclass
@@ -130,29 +97,29 @@ class SmokeTest:
           CoupledLosses: a loss moves by more than rounding beside other rows, or with what came before.
         """
         narrow, least = self.row(0, 1, wide=False)
-        began = time.monotonic()
         with measured(self.model) as self.bytes:
             alone = self._evaluated([narrow])
         self.tokens, found = max(least, 1), ""
-        self._announce(sizes, time.monotonic() - began)
-        of_narrow = Probe(torch.ones(1), {1: _bounds(alone)})
+        of_narrow = {1: _bounds(alone)}
         self.probes = [of_narrow, *self._narrow_layers(sizes, float(alone.abs()))]
         for size in sorted(sizes, reverse=True):
             if size == 1:
                 continue
             wide, width = self.row(size, size, wide=True)
             single = self._evaluated([wide])
-            of_wide = Probe(torch.ones(1), {1: _bounds(single)})
+            of_wide = {1: _bounds(single)}
             self.probes.append(of_wide)
             for probe, row, columns, by_itself in (
                 (of_narrow, narrow, least, alone),
                 (of_wide, wide, width, single),
             ):
-                with measured(self.model) as taken:
-                    placed, copied = self._in_all_places(row, size)
-                self._keep_costliest(taken, size * max(columns, 1))
+                with measured(self.model) as taken, looked_at(self.model, size) as copied:
+                    placed = self._evaluated([row] * size)
+                tokens = size * max(columns, 1)
+                if taken.largest * self.tokens > self.bytes.largest * tokens:
+                    self.bytes, self.tokens = taken, tokens  # the costliest pass, by the token
                 self._check_rounding(placed, by_itself, "alone and beside copies of itself")
-                probe.bounds[size] = _bounds(placed)
+                probe[size] = _bounds(placed)
                 if not placed.isfinite().all():
                     found = found or "the loss of an invented row is NaN or infinite"
                 found = found or self._beside_others(row, columns, size, placed, copied)
@@ -163,78 +130,44 @@ class SmokeTest:
         torch.use_deterministic_algorithms(True, warn_only=True)  # kernels may add up in any order
         return self.run(sizes)
 
+    def move(self, sizes: Sequence[int]) -> float:
+        """D, the largest move of a loss between two places of passes of these sizes."""
+        moves = [0.0]
+        for probe in self.probes:
+            if tried := [probe[size] for size in sizes if size in probe]:
+                least, most = map(torch.stack, zip(*tried, strict=True))
+                apart = (most.amax(dim=0) - least.amin(dim=0)).nan_to_num(nan=math.inf)
+                moves.append(float(apart.norm(dim=1).max()))
+        return max(moves)
+
+    def row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
+        """A row, padded where it is narrow and unmasked where it is wide, and its width."""
+        shapes, parameters = self.shapes, list(self.model.parameters())
+        device = parameters[0].device.type if parameters else "cpu"
+        budget = tokens_of_a_pass(sum(p.numel() for p in parameters), device)
+        limits = (budget // size, shapes.context_length, shapes.max_length)
+        width = self.rows.width(
+            wide,
+            bucket(1, shapes.context_length, shapes.max_length),
+            min(tokens for tokens in limits if tokens is not None),
+        )
+        return self.rows.row(seed, width, width if wide else max(1, width - 2)), width
+
+    def _evaluated(self, rows: Sequence[Row]) -> Tensor:
+        return self.losses(stacked(rows))
+
     def _check_rounding(self, losses: Tensor, reference: Tensor, where: str) -> None:
         """Refuses what moves a loss by more than rounding does."""
         share, least = (5e-2, 2e-2) if self.coarse else (1e-3, 1e-4)
         if bool(((losses - reference).abs() > share * reference.abs() + least).any()):
             raise CoupledLosses(COUPLED.format(where))
 
-    def _keep_costliest(self, taken: PassBytes, tokens: int) -> None:
-        """Keeps, of the passes, that whose modules returned most bytes a token."""
-        if taken.largest * self.tokens > self.bytes.largest * tokens:
-            self.bytes, self.tokens = taken, tokens
-
-    def _announce(self, sizes: Sequence[int], seconds: float) -> None:
-        """Says what a user waits for, where one pass of the narrowest row took so many seconds."""
-        tokens = sum(2 * (size * self.tokens + self._budget()) for size in sizes if size > 1)
-        if (expected := seconds * tokens / self.tokens / _SPEED_UP) > _SILENT:
-            logger.warning(
-                f"forward passes on invented rows are tried before step 0, up to {expected:.0f} s: "
-                "whether a loss depends on what stands beside its example (none with microbatch_size=1)."
-            )
-
-    def _budget(self) -> int:
-        parameters = list(self.model.parameters())
-        device = parameters[0].device.type if parameters else "cpu"
-        return tokens_of_a_pass(sum(p.numel() for p in parameters), device)
-
-    def move(self, sizes: Sequence[int]) -> float:
-        """D, the largest move of a loss between two places of passes of these sizes."""
-        return max(probe.move(sizes) for probe in self.probes)
-
-    def largest_sets(
-        self, sizes: Sequence[int], holds: Callable[[float], bool]
-    ) -> list[tuple[int, ...]]:
-        """The sets of sizes whose D holds, and that no larger such set contains; passes of one do.
-
-        Args:
-          sizes: that were tried.
-          holds: whether a D is small enough.
-        """
-        found: list[tuple[int, ...]] = []
-        for count in range(len(sizes), 0, -1):
-            for chosen in itertools.combinations(sizes, count):
-                if not any(set(chosen) < set(larger) for larger in found) and (
-                    chosen == (1,) or holds(self.move(chosen))
-                ):
-                    found.append(chosen)
-        return found
-
-    def row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
-        """A row, padded where it is narrow and unmasked where it is wide, and its width."""
-        shapes = self.shapes
-        least = bucket(1, shapes.context_length, shapes.max_length)
-        widest = min(
-            t
-            for t in (self._budget() // size, shapes.context_length, shapes.max_length)
-            if t is not None
-        )
-        width = self.rows.width(wide, least, widest)
-        return self.rows.row(seed, width, width if wide else max(1, width - 2)), width
-
-    def _evaluated(self, rows: Sequence[Row]) -> Tensor:
-        return self.losses(stacked(rows))
-
-    def _in_all_places(self, row: Row, size: int) -> tuple[Tensor, list[Tensor]]:
-        with looked_at(self.model, size, size - 1) as seen:
-            return self._evaluated([row] * size), seen
-
     def _beside_others(
         self, row: Row, width: int, size: int, placed: Tensor, copied: list[Tensor]
     ) -> str:
         """Evaluates the row in the last place, a blank and other rows being in front of it."""
         others = [blank_like(row, self.shapes.padding_side), *self._others(row, width, size - 2)]
-        with looked_at(self.model, size, size - 1) as seen, _loud(self.model, size):
+        with looked_at(self.model, size) as seen, _loud(self.model, size):
             losses = self._evaluated([*others[: size - 1], row])
         self._check_rounding(
             losses[-1:], placed[-1:], "beside copies of itself and beside other examples"
@@ -244,78 +177,81 @@ class SmokeTest:
         same = len(seen) == len(copied) and all(map(_same, seen, copied))
         return "" if same else "what a layer returns for an example has other bits beside others"
 
-    def _others(self, row: Row, width: int, count: int) -> list[Row]:
+    def _others(self, row: Row, width: int, count: int) -> Iterator[Row]:
         """Rows of the same shape with other tokens and lengths; every other one's numbers times 2^10."""
-        whole, found = unmasked(row), list[Row]()
+        whole = unmasked(row)
+        usual = width if whole else max(1, width - 2)
         for number in range(count):
             length = width if whole else max(1, width - 1 - number % max(width - 1, 1))
             scale = 2.0**10 if number % 2 else 1.0
             other = self.rows.row(1000 + number, width, length, scale)
-            if shape_of(other) != shape_of(row) or unmasked(other) != whole:
-                length = width if whole else max(1, width - 2)
-                other = self.rows.row(1000 + number, width, length, scale)
-            found.append(other)
-        return found
+            # what lies along a mask may change a shape with the length, such as where labels are
+            fits = shape_of(other) == shape_of(row) and unmasked(other) == whole
+            yield other if fits else self.rows.row(1000 + number, width, usual, scale)
 
     def _narrow_layers(self, sizes: Sequence[int], loss: float) -> Iterator[Probe]:
         """What places move in products of few outputs, on random inputs.
 
-        They round rarely, one row in some hundreds. A relative move of a row's outputs counts as one of
-        its loss.
+        They round rarely, one row in some hundreds, so a few losses would not show it. A relative move
+        of a row's outputs counts as one of its loss.
         """
-        inputs_of = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.arange(_INPUTS)[:, None]
         for module in self.model.modules():
             if not isinstance(module, nn.Linear) or module.out_features >= _FEW_OUTPUTS:
                 continue
             plain = type(module.weight.data) is Tensor and module.weight.is_floating_point()
             if not plain or module.weight.is_meta:
                 continue
-            inputs = torch.randn(_INPUTS, module.in_features, generator=inputs_of)
+            inputs = torch.randn(_INPUTS, module.in_features, generator=generator)
             inputs = inputs.to(module.weight)
             alone = torch.cat([module.forward(inputs[i : i + 1]) for i in range(_INPUTS)]).double()
-            probe = Probe(loss / alone.norm(dim=1).clamp(min=1e-30).cpu())
+            scale = loss / alone.norm(dim=1, keepdim=True).clamp(min=1e-30)
+            probe: Probe = {}
             for size in sizes:
-                least, most = torch.full_like(alone, math.inf), torch.full_like(alone, -math.inf)
-                for first in range(_INPUTS):
-                    turned = torch.arange(first, first + size, device=alone.device) % _INPUTS
-                    outputs = (
-                        alone[turned] if size == 1 else module.forward(inputs[turned]).double()
-                    )
-                    into = turned[:, None].expand_as(outputs)
-                    least.scatter_reduce_(0, into, outputs, "amin")
-                    most.scatter_reduce_(0, into, outputs, "amax")
-                probe.bounds[size] = least.cpu(), most.cpu()
+                places = torch.arange(size)
+                turned = ((first + places) % _INPUTS for first in range(_INPUTS))
+                passes = torch.stack([module.forward(inputs[chosen]).double() for chosen in turned])
+                placed = passes[(rows - places) % _INPUTS, places]  # [row, place, output]
+                probe[size] = (
+                    (placed.amin(dim=1) * scale).cpu(),
+                    (placed.amax(dim=1) * scale).cpu(),
+                )
             yield probe
 
 
 def _bounds(placed: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest of a row's losses, [1, 1] each; all or none must be finite."""
-    finite = placed.isfinite()
-    if finite.all():
-        return placed.double().amin().view(1, 1), placed.double().amax().view(1, 1)
-    infinite = torch.full((1, 1), math.inf, dtype=torch.float64)
-    return (-infinite, infinite) if finite.any() else (infinite, infinite)
+    """The smallest and the largest of a row's losses, [1, 1] each; NaN where one is NaN."""
+    return placed.double().amin().view(1, 1), placed.double().amax().view(1, 1)
+
+
+Hook = Callable[[nn.Module, tuple[Tensor, ...], object], object]
 
 
 @contextlib.contextmanager
-def looked_at(model: nn.Module, rows: int, place: int) -> Iterator[list[Tensor]]:
-    """Copies, inside, of what the model's innermost modules return for one place of a pass, in order."""
-    seen: list[Tensor] = []
-
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not isinstance(output, Tensor) or not output.is_floating_point() or not output.dim():
-            return
-        if output.shape[0] % rows == 0:
-            seen.append(output.detach().reshape(rows, -1)[place].clone())
-
-    innermost = [m for m in model.modules() if next(m.children(), None) is None]
-    watched = [] if is_compiled(model) else innermost
-    handles = [module.register_forward_hook(look) for module in watched]
+def _hooked(modules: Iterable[nn.Module], hook: Hook) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook) for module in modules]
     try:
-        yield seen
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def looked_at(model: nn.Module, rows: int) -> Iterator[list[Tensor]]:
+    """Copies, inside, of what innermost modules return for the last row of a pass, in order."""
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
+        if not isinstance(output, Tensor) or not output.is_floating_point() or not output.dim():
+            return
+        if output.shape[0] % rows == 0:
+            seen.append(output.detach().reshape(rows, -1)[-1].clone())
+
+    innermost = [m for m in model.modules() if next(m.children(), None) is None]
+    with _hooked([] if is_compiled(model) else innermost, look):  # compiled code calls no hooks
+        yield seen
 
 
 @contextlib.contextmanager
@@ -325,30 +261,20 @@ def _loud(model: nn.Module, rows: int) -> Iterator[None]:
     Other tables may be looked up by positions, which belong to all rows (T5's relative bias).
     """
 
-    def scale(module: nn.Module, inputs: Any, output: Any) -> Any:
+    def scale(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> object:
         if not isinstance(output, Tensor) or output.dim() < 3 or output.shape[0] != rows:
             return output
         factors = output.new_ones(rows)
         factors[1 : rows - 1 : 2] = 2.0**10
         return output * factors.view(-1, *[1] * (output.dim() - 1))
 
-    handles = []
+    tokens: list[nn.Module] = []
     with contextlib.suppress(AttributeError, NotImplementedError):  # a model without tokens
-        tokens: Any = base_model(model)
-        if not is_compiled(model):
-            handles = [tokens.get_input_embeddings().register_forward_hook(scale)]
-    try:
+        tokens = [base_model(model).get_input_embeddings()]  # type: ignore[operator]
+    with _hooked([] if is_compiled(model) else tokens, scale):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Bit for bit, NaN being equal to NaN."""
-    nan = one.isnan()
-    return (
-        one.shape == other.shape
-        and torch.equal(nan, other.isnan())
-        and (torch.equal(one[~nan], other[~nan]))
-    )
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

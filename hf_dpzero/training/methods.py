@@ -19,13 +19,12 @@ from hf_dpzero.batches.logical_batch import LogicalBatch
 from hf_dpzero.batches.placement import bucket
 from hf_dpzero.batches.shapes import PassShapes, stacked
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
-from hf_dpzero.checks.invented_rows import InventedRows
-from hf_dpzero.checks.passes import blank_microbatch, invented_form, smallest_clip_and_scale
+from hf_dpzero.checks.passes import blank_microbatch, invented_rows, smallest_clip_and_scale
 from hf_dpzero.checks.precision import low_precision, refuse_compiled
 from hf_dpzero.checks.processes import check_strategy, check_weights
 from hf_dpzero.checks.public_rows import (
-    NOT_TAKEN,
     check_differences,
+    leaving_out,
     public_microbatch,
     public_microbatches,
 )
@@ -33,7 +32,7 @@ from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.choose_strategy import choose_strategy
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
-from hf_dpzero.estimators.forward_passes import ParameterChanged, SettleBeforeRead, all_known
+from hf_dpzero.estimators.forward_passes import SettleBeforeRead, all_known
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
@@ -342,9 +341,9 @@ def _try_stacked(run: Run, shapes: PassShapes, differences: FiniteDifferences) -
       ValueError: `stacked` was asked for by name.
     """
     directions = directions_of(0, run.header)
-    invented = InventedRows(invented_form(run, shapes), run.model, shapes.padding_side)
-    least = bucket(1, shapes.context_length, shapes.max_length)
-    row = invented.narrow(1, least)
+    invented = invented_rows(run, shapes)
+    width = invented.width(False, bucket(1, shapes.context_length, shapes.max_length))
+    row = invented.row(1, width, max(1, width - 2))
     clip, scale = smallest_clip_and_scale(run)
     try:
         with isolated_randomness(0):
@@ -376,16 +375,9 @@ def _warn_of_rounding(run: Run, differences: FiniteDifferences) -> None:
     dtype = low_precision(run.model, run.args)
     if not dtype:
         return
-    try:
-        with isolated_randomness():
-            public = public_microbatches(run)
-            ratio = precision_diagnostics.measure(differences, public, dtype) if public else None
-    except ParameterChanged:
-        raise
-    except NOT_TAKEN as error:
-        logger.info(f"signal and rounding were not compared: {error}")
-        return
-    if ratio is None:
-        logger.info("signal and rounding were not compared: no public batch could be made.")
-    elif collectives.is_main():
+    ratio = None
+    with leaving_out("signal and rounding were not compared"), isolated_randomness():
+        if public := public_microbatches(run):
+            ratio = precision_diagnostics.measure(differences, public, dtype)
+    if ratio is not None and collectives.is_main():
         (logger.info if ratio.sufficient else logger.warning)(str(ratio))

@@ -11,7 +11,8 @@ import torch
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
-from hf_dpzero.checks.public_rows import judge_differences
+from hf_dpzero.checks.public_rows import judge_differences, leaving_out
+from hf_dpzero.checks.smoke_test import tokens_of_a_pass
 from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.objectives.losses import classification_losses, token_losses
 from hf_dpzero.privacy.correlated.correlation import Correlation, sensitivity
@@ -429,6 +430,16 @@ def test_changes_of_a_few_roundings_are_warned_of(caplog):
         assert "nothing can be learned" in caplog.text
     with pytest.raises(ValueError, match="smoothing=5.0 makes the loss NaN or infinite"):
         judge_differences(loss * math.nan, loss, 5.0)
+
+
+def test_public_rows_that_a_loss_does_not_take_are_left_out_but_not_our_own_mistakes():
+    def theirs(model, inputs):
+        raise TypeError("a loss of its own kind")
+
+    with leaving_out("not tried"):
+        theirs(None, None)
+    with pytest.raises(TypeError), leaving_out("not tried"):
+        tokens_of_a_pass("many", "cpu")
 
 
 @pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
