@@ -209,7 +209,7 @@ BUGS = (
         "order = 2"),
     Bug("averaged_clip_moves_by_one",
         "Averaged clipping is accounted like a clip of examples: C, where a mean moves by 2 C.",
-        "hf_dpzero/privacy/mechanisms/averaged.py",
+        "hf_dpzero/privacy/mechanisms/scalar.py",
         "tests/privacy/test_averaged_scalar.py::test_the_release_is_over_groups_and_its_noise_is_what_is_accounted",
         "sensitivity_add_remove: ClassVar[int] = 2",
         "sensitivity_add_remove: ClassVar[int] = 1"),

@@ -27,16 +27,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from fractions import Fraction
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.privacy.described import Described, read
+from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping
+from hf_dpzero.privacy.mechanisms.base import MechanismBase
 
 Floats = NDArray[np.float64]
+M = TypeVar("M", bound=MechanismBase)
 
 MAX_SPAN = 2.0**20
 """A schedule's largest noise multiplier is at most so many times its smallest."""
@@ -396,3 +400,46 @@ def quadratic_influence(curvature: Floats, rate: float, steps: int, beta: float 
     """
     _, k = quadratic_responses(curvature, rate, steps, beta)
     return np.asarray(rate**2 / 2 * k**2 @ np.asarray(curvature, dtype=np.float64))
+
+
+class Released(Protocol):
+    """What a step wrote to the ledger."""
+
+    @property
+    def values(self) -> Sequence[float]:
+        """Returns the step's numbers, the mechanism's own first."""
+
+
+class MechanismSchedule(Generic[M]):
+    """The mechanism of each step of a run: the plan's for that step, its clip adapted to the releases.
+
+    A call costs time in proportion to the releases since the last one.
+
+    Args:
+      mechanism: the plan's; one that does not adapt is every step's, but for its schedules.
+      at: step -> the mechanism that the plan's schedules give it; None where nothing is scheduled.
+    """
+
+    def __init__(self, mechanism: M, at: Callable[[int], M] | None = None) -> None:
+        self.mechanism, self.at = mechanism, at
+        self._steps, self._total = 0, Fraction(0)
+
+    def after(self, releases: Sequence[Released]) -> M:
+        """Returns the mechanism of the step that follows `releases`, a list that only grows.
+
+        Raises:
+          ValueError: the list is shorter than it was.
+        """
+        scheduled = self.mechanism if self.at is None else self.at(len(releases))
+        if not isinstance(scheduled, AdaptiveClipping):
+            return scheduled
+        if len(releases) < self._steps:
+            raise ValueError(
+                f"{len(releases)} releases after {self._steps} were seen: follow another run with a "
+                "new object."
+            )
+        place = scheduled.values_per_release - 1  # numbers of groups may follow
+        # Fractions, so that a resumed run adds up to the same total.
+        self._total += sum(Fraction(r.values[place]) for r in releases[self._steps :])
+        self._steps = len(releases)
+        return scheduled.after_fractions(float(self._total), self._steps)

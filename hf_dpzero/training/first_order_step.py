@@ -38,10 +38,10 @@ from hf_dpzero.parallel.collectives import (
 from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
 from hf_dpzero.perturbation.trainable import has_plain_storage
 from hf_dpzero.privacy.mechanisms import Mechanism
-from hf_dpzero.privacy.mechanisms.adaptive import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
 from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
 from hf_dpzero.training.signal import ReleasedSignal, noise_variance
 

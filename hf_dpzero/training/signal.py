@@ -37,9 +37,10 @@ from hf_dpzero.privacy.correlated.correlation import sensitivity
 from hf_dpzero.privacy.correlated.factorization import Innovations
 from hf_dpzero.privacy.discretization import dense_grid
 from hf_dpzero.privacy.mechanisms import Mechanism
-from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping, MechanismSchedule
+from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping
 from hf_dpzero.privacy.mechanisms.base import DenseNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.run import Run
 from hf_dpzero.settings.config import DPZeroConfig
 

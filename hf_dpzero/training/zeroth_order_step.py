@@ -33,9 +33,9 @@ from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
-from hf_dpzero.privacy.mechanisms.adaptive import MechanismSchedule
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.training.group_training import GroupWeighting
 
 logger = logging.getLogger(__name__)

@@ -306,7 +306,7 @@ def sweep(recipe: Path, folder: Path, *words: Any) -> int:
         ("composed --grid clip=1,-2", "clip=-2.0"),
         (
             "composed --grid clip=1,2 --neighboring_relation replace_one",
-            "does not support poisson sampling under neighboring_relation='replace_one'",
+            "'poisson' have no sound account together; use accountant='pld'",
         ),
         ("composed --grid clip=1,2 --method mezo --target_epsilon null", "nothing to account"),
     ],

@@ -18,7 +18,6 @@ from hf_dpzero.privacy.mechanisms.adaptive import (
     AdaptiveDPAdamW,
     AdaptiveDPSGD,
     AdaptiveScalarMechanism,
-    MechanismSchedule,
 )
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -26,6 +25,7 @@ from hf_dpzero.privacy.sampling import (
     FullBatchSampler,
     PoissonSampler,
 )
+from hf_dpzero.privacy.schedules import MechanismSchedule
 
 COUNTED = 2**36 // 65
 """What a row adds to the count at most, in units of 2^-31: 2^30 / (1 + 2^-6)."""

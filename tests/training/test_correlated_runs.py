@@ -250,7 +250,7 @@ def test_settings_that_are_refused(tmp_path, changed, message):
         ({"schedules.clip": "linear(0.5)"}, "Leave the schedule out"),
         ({"method": "dpzero", "clipping": "fixed"}, "hold_direction_for"),
         ({"method": "dpgd-0th"}, "use one of dp-sgd"),
-        ({"method": "sgd", "noise_multiplier": None}, "nothing to correlate"),
+        ({"method": "sgd", "noise_multiplier": None}, "'sgd' is not accounted"),
     ],
 )
 def test_plans_that_are_refused(tmp_path, changed, message):

@@ -17,8 +17,8 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.privacy.mechanisms.adaptive import MechanismSchedule
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+from hf_dpzero.privacy.schedules import MechanismSchedule
 
 FIRST = {"learning_rate": 0.1, "lr_scheduler_type": "constant"}
 
@@ -258,7 +258,7 @@ def test_unsupported_layers_are_refused_by_name_before_a_step(tmp_path):
         ({"method": "dp-adamw", "noise_distribution": "laplace"}, "noise_distribution='laplace'"),
         ({"method": "dp-adamw", "update_rule": "momentum"}, "released scalars"),
         ({"method": "adamw", "noise_multiplier": None, "target_epsilon": 1.0}, None),
-        ({"method": "dp-adamw", "sampling": "fixed_size_without_replacement"}, "no sound event"),
+        ({"method": "dp-adamw", "sampling": "fixed_size_without_replacement"}, "no sound account"),
     ],
 )
 def test_refusals(tmp_path, settings, message):

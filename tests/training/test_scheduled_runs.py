@@ -79,7 +79,7 @@ def test_adaptive_clips_and_schedules_go_through_one_door(tmp_path):
     trainer.train()
     assert trainer.privacy_report().private
     trajectory = trainer.trajectory
-    from hf_dpzero.privacy.mechanisms.adaptive import MechanismSchedule
+    from hf_dpzero.privacy.schedules import MechanismSchedule
 
     schedule = MechanismSchedule(trainer.plan.mechanism, trainer.plan.scheduled)
     last = schedule.after(trajectory.releases[:5])

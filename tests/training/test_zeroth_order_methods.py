@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
-from hf_dpzero.privacy.mechanisms.adaptive import MechanismSchedule
+from hf_dpzero.privacy.schedules import MechanismSchedule
 
 ADAPTIVE = {"clipping": "adaptive", "clipping_config.count_noise": 3.0}
 VARIANTS = {

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any
 from hf_dpzero.privacy.correlated import factorization as factorizations
 from hf_dpzero.privacy.correlated.factorization import Factorization, epoch_sensitivity
 from hf_dpzero.privacy.discretization import correlated_draws
-from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping
-from hf_dpzero.privacy.mechanisms.base import NotNoised
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
 
 if TYPE_CHECKING:
@@ -135,19 +133,10 @@ def check_correlated(plan: PrivacyPlan) -> None:
     mechanism = plan.mechanism
     refusals = [
         (
-            isinstance(mechanism, NotNoised),
-            f"with method {mechanism.name!r} and no noise: there is nothing to correlate. Leave it out.",
-        ),
-        (
             not fixed,
             f"with sampling={plan.sampler.name!r}: its account needs to know in which steps an example "
             "takes part, and amplification by sampling does not hold for noise that is correlated over "
             "steps. Use sampling='fixed_batches'.",
-        ),
-        (
-            isinstance(mechanism, AdaptiveClipping),
-            "with adaptive clipping: the clip of a step would scale the noise of others. Use "
-            "clipping='fixed' (or 'automatic').",
         ),
         (
             getattr(mechanism, "clipping", "fixed") == "averaged",
@@ -160,8 +149,10 @@ def check_correlated(plan: PrivacyPlan) -> None:
             "hold_direction_for, or use independent noise.",
         ),
         (
+            # Adaptive clipping: the clip of a step would scale the noise of others.
             mechanism.name not in METHODS,
-            f"with method {mechanism.name!r} is not accounted: use one of {', '.join(METHODS)}.",
+            f"with method {mechanism.name!r} is not accounted: use one of {', '.join(METHODS)}, with "
+            "clipping='fixed' or 'automatic'.",
         ),
         (
             mechanism.distribution != "gaussian",

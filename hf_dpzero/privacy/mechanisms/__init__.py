@@ -2,9 +2,8 @@
 
 | name | module |
 |---|---|
-| dpzero, mezo, dpgd-0th | `scalar.py` |
+| dpzero, dpzero-averaged, mezo, dpgd-0th | `scalar.py` |
 | dp-sgd, dp-adamw, sgd, adamw | `gradient.py` |
-| dpzero-averaged | `averaged.py` |
 | dpzero-adaptive, dp-sgd-adaptive, dp-adamw-adaptive | `adaptive.py` |
 
 `vertex.py` stands apart: draws from the exponential mechanism, which no plan of a training run holds.
@@ -21,10 +20,14 @@ from hf_dpzero.privacy.mechanisms.adaptive import (
     AdaptiveDPSGD,
     AdaptiveScalarMechanism,
 )
-from hf_dpzero.privacy.mechanisms.averaged import AveragedScalarMechanism
 from hf_dpzero.privacy.mechanisms.base import RELATIONS, NoisedSum, NotNoised, Relation
 from hf_dpzero.privacy.mechanisms.gradient import DPSGD, DPAdamW, PlainAdamW, PlainSGD
-from hf_dpzero.privacy.mechanisms.scalar import NonPrivateMean, ScalarMechanism, VectorMechanism
+from hf_dpzero.privacy.mechanisms.scalar import (
+    AveragedScalarMechanism,
+    NonPrivateMean,
+    ScalarMechanism,
+    VectorMechanism,
+)
 
 __all__ = [
     "DPSGD",

@@ -51,10 +51,9 @@ multipliers are at least z, so the slack at z for all K + 1 draws is an upper bo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -66,7 +65,6 @@ from hf_dpzero.privacy.mechanisms.base import (
     MAX_CLIP,
     MAX_NOISE_MULTIPLIER,
     DenseNoise,
-    MechanismBase,
     NoisedSum,
 )
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors
@@ -83,7 +81,6 @@ COUNT_STREAM = 1 << 62
 """Added to the step for the count's noise, so that insecure sources give it a draw of its own."""
 
 A = TypeVar("A", bound="AdaptiveClipping")
-M = TypeVar("M", bound=MechanismBase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,9 +276,12 @@ class AdaptiveGradientMechanism(AdaptiveClipping, DenseNoise):
     fraction is what a step writes to the ledger.
     """
 
-    values_per_release: ClassVar[int] = 1
     noise_draws: ClassVar[int] = 2
     clipping: ClassVar[str] = "adaptive"
+
+    @property
+    def values_per_release(self) -> int:
+        return 1
 
     def weights(self, norms: Tensor) -> Tensor:
         """Returns min(1, radius / norm), 0 where the norm is not finite; float32: `clip_factors`."""
@@ -325,48 +325,3 @@ class AdaptiveDPAdamW(AdaptiveGradientMechanism):
     """DP-AdamW with adaptive clipping."""
 
     name: ClassVar[str] = "dp-adamw-adaptive"
-
-
-class Released(Protocol):
-    """What a step wrote to the ledger."""
-
-    @property
-    def values(self) -> Sequence[float]:
-        """Returns the step's numbers, the mechanism's own first."""
-
-
-class MechanismSchedule(Generic[M]):
-    """The mechanism of each step of a run: the plan's for that step, its clip adapted to the releases.
-
-    A call costs time in proportion to the releases since the last one.
-
-    Args:
-      mechanism: the plan's; one that does not adapt is every step's, but for its schedules.
-      at: step -> the mechanism that the plan's schedules give it; None where nothing is scheduled.
-    """
-
-    def __init__(self, mechanism: M, at: Callable[[int], M] | None = None) -> None:
-        self.mechanism, self.at = mechanism, at
-        self._steps, self._total = 0, Fraction(0)
-
-    def after(self, releases: Sequence[Released]) -> M:
-        """Returns the mechanism of the step that follows `releases`, a list that only grows.
-
-        Raises:
-          ValueError: the list is shorter than it was.
-        """
-        scheduled = self.mechanism if self.at is None else self.at(len(releases))
-        if not isinstance(scheduled, AdaptiveClipping):
-            return scheduled
-        if len(releases) < self._steps:
-            raise ValueError(
-                f"{len(releases)} releases after {self._steps} were seen: follow another run with a "
-                "new object."
-            )
-        place = (
-            getattr(scheduled, "values_per_release", 1) - 1
-        )  # other numbers may follow the mechanism's own
-        new = releases[self._steps :]
-        self._total += sum((Fraction(r.values[place]) for r in new), Fraction(0))
-        self._steps = len(releases)
-        return scheduled.after_fractions(float(self._total), self._steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +38,6 @@ class MechanismBase(Described):
       sensitivity_add_remove: sensitivity of the sum when one example is added or removed.
       sensitivity_replace: the same when one example is replaced by another.
       noise_draws: coordinates of a step that receive discrete noise (1 where it is dense).
-      values_per_release: numbers that a step writes to the ledger.
       expected_batch_size: B, public.
     """
 
@@ -63,6 +63,11 @@ class MechanismBase(Described):
     @property
     def dense_draws(self) -> int:
         """Returns how many coordinates of a step have noise that is rounded to a grid afterwards."""
+        return 0
+
+    @property
+    def values_per_release(self) -> int:
+        """Returns how many numbers a step writes to the ledger."""
         return 0
 
     def _as_floats(self, *fields: str) -> None:
@@ -171,7 +176,6 @@ class DenseNoise(NoisedSum):
 
     replayable: ClassVar[bool] = False
     distribution: ClassVar[str] = "gaussian"
-    values_per_release: ClassVar[int] = 0
     noise_draws: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -203,6 +207,52 @@ class DenseNoise(NoisedSum):
         return noised_on_grid(total, noise.normals(*place), scale, noise.dither(*place)) / (
             self.divisor
         )
+
+
+KEY_BYTES = 32
+
+AVERAGED_CAVEAT = (
+    "clipping='averaged' moves a group's mean by up to 2C, so the accounting uses half of the stated "
+    "noise multiplier"
+)
+"""What the noise multiplier of averaged clipping means; for the report."""
+
+
+class KeyedGroups:
+    """Gives each example one of `clip_groups` groups.
+
+    Attributes:
+      clip_groups: k >= 1.
+    """
+
+    clip_groups: int = 1
+
+    def group_of(self, indices: Sequence[int] | np.ndarray, key: bytes) -> np.ndarray:
+        """Returns the group of each example, in 0..k-1: a function of its index and the key.
+
+        Args:
+          indices: positions in the data set, [B].
+          key: secret (the run's sampler key); see `gradient.py`.
+
+        Returns:
+          int64 [B].
+
+        Raises:
+          ValueError: a key that is not 32 bytes long.
+
+        >>> KeyedGroups().group_of([3, 5], key=bytes(32)).tolist()
+        [0, 0]
+        """
+        if len(key) != KEY_BYTES:
+            raise ValueError(
+                f"group key of {len(key)} bytes given; use the run's sampler key, {KEY_BYTES} bytes."
+            )
+        label = b"hf_dpzero.gradient_groups." + key
+        digests = (
+            hashlib.shake_256(label + int(i).to_bytes(8, "little")).digest(8) for i in indices
+        )
+        words = [int.from_bytes(digest, "little") for digest in digests]
+        return np.array([word % self.clip_groups for word in words], dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,8 +57,7 @@ import torch
 from torch import Tensor
 
 from hf_dpzero.privacy.described import check_count
-from hf_dpzero.privacy.mechanisms.averaged import AVERAGED_CAVEAT, KeyedGroups
-from hf_dpzero.privacy.mechanisms.base import DenseNoise, NotNoised
+from hf_dpzero.privacy.mechanisms.base import AVERAGED_CAVEAT, DenseNoise, KeyedGroups, NotNoised
 from hf_dpzero.privacy.noise import NoiseSource
 
 Clipping = Literal["fixed", "automatic", "averaged"]
@@ -213,7 +212,6 @@ class NonPrivateGradient(NotNoised):
     """
 
     replayable: ClassVar[bool] = False
-    values_per_release: ClassVar[int] = 0
     clipping: ClassVar[str] = "none"
 
     def weights(self, norms: Tensor) -> Tensor:
