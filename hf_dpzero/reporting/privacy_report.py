@@ -97,8 +97,6 @@ class PrivacyReport:
       forward_passes: how examples were evaluated. "fixed shapes": several in a pass, whose size follows
         from their places (`batches.placement`); "one example": each by itself; "": several in batches
         of any shape, or not known.
-      row_parts: of a run on fixed batches whose rows are drawn anew at each access, the parts of a row
-        that a resumed start compares; None where it compares whole rows, or needs not.
       processes: how many processes began the run, and how they shared the work; "" if not known. A
         resumed run may have gone on with another number.
       parts: of a run that extends others (`extends_run`), all of them, oldest first and this one last:
@@ -143,7 +141,6 @@ class PrivacyReport:
     earlier_runs: list[dict[str, Any]]
     base_weights: str
     forward_passes: str
-    row_parts: list[str] | None
     processes: str
     parts: list[dict[str, Any]]
     weights_digest: str | None
@@ -202,7 +199,6 @@ class PrivacyReport:
         earlier_runs: Sequence[Mapping[str, Any]] = (),
         base_weights: str = NOT_COMPARED,
         forward_passes: str = "",
-        row_parts: Sequence[str] | None = None,
         processes: str = "",
         extends: Sequence[Mapping[str, Any]] = (),
     ) -> PrivacyReport:
@@ -218,8 +214,7 @@ class PrivacyReport:
           log_private_diagnostics: whether un-noised statistics were logged.
           sampler_key_is_secret: False if the key came from the settings, which are logged and
             saved; a sampled batch that can be known is not amplified.
-          privacy_unit, earlier_runs, base_weights, forward_passes, row_parts, processes: see the
-            attributes.
+          privacy_unit, earlier_runs, base_weights, forward_passes, processes: see the attributes.
           extends: entries of the ledger's header for each plan in `plan.after`.
 
         Returns:
@@ -256,7 +251,6 @@ class PrivacyReport:
             "earlier_runs": [dict(run) for run in earlier_runs],
             "base_weights": base_weights,
             "forward_passes": forward_passes,
-            "row_parts": None if row_parts is None else list(row_parts),
             "processes": processes,
             "parts": parts_of(plan, delta, steps_completed, extends),
             "weights_digest": None,
@@ -324,7 +318,7 @@ class PrivacyReport:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
         # Keys that later versions added: an older report goes on being read.
-        older = {"groups": "", "forward_passes": "", "row_parts": None, "processes": ""}
+        older = {"groups": "", "forward_passes": "", "processes": ""}
         values = {**older, **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))

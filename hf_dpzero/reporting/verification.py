@@ -104,7 +104,6 @@ def _facts(
         "earlier_runs": header.get("earlier_runs", report.earlier_runs),
         "base_weights": header.get("base_weights", NOT_COMPARED),
         "forward_passes": header.get("forward_passes", ""),
-        "row_parts": header.get("row_parts"),
         "processes": header.get("processes", ""),
         "parts": parts_of(plan, report.delta, min(steps, plan.steps), header.get("extends", ())),
     }

@@ -269,8 +269,6 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
     """
     first, *rest = _COMMON_CAVEATS
     rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
-    if facts["row_parts"]:
-        rest.append(_ROWS_CAVEAT.format(", ".join(facts["row_parts"])))
     several = facts["processes"] not in ("", "1")
     rest += [_LINKS_CAVEAT.format(facts["processes"])] if several else []
     of_base = base_caveats(facts["earlier_runs"])
@@ -322,13 +320,6 @@ _TUNING_CAVEATS = {
     "composition": "Hyper-parameter search is accounted for the runs of one sweep. The grid itself "
     "is assumed to be chosen without looking at the private data.",
 }
-
-_ROWS_CAVEAT = (
-    "The training rows were drawn anew at each access (augmentation). If the run was interrupted, "
-    "what was compared to find the same rows in the same order again is, of each row, only: {}. Rows "
-    "that agree in that are assumed not to have changed places: one would have taken part twice in an "
-    "epoch."
-)
 
 _CHAIN_CAVEAT = (
     "The epsilon is of this run and of those that it extends together, taken to be on the same rows. "

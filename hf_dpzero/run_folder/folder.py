@@ -27,7 +27,6 @@ from hf_dpzero.parallel.fsdp import is_split, on_first_of
 from hf_dpzero.parallel.mesh import mesh_words
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.sampling import FixedBatchesSampler
 from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE, RECIPE_FILE
 from hf_dpzero.reporting.model_card import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, versions
@@ -48,7 +47,6 @@ from hf_dpzero.run_folder.checkpoints import (
     read_state,
     way_out,
 )
-from hf_dpzero.run_folder.keys import steady_parts
 
 logger = logging.get_logger(__name__)
 
@@ -168,9 +166,6 @@ def _start(run: Run, header: dict[str, Any]) -> RunState:
         "forward_passes": forward_passes(run.shapes),
         "processes": mesh_words(run.mesh, run.sharded),
     }
-    if isinstance(run.plan.sampler, FixedBatchesSampler):
-        parts = collectives.shared_from_main(lambda: steady_parts(run.dataset))
-        header |= {} if parts is None else {"row_parts": parts}
     folder = Path(str(run.args.output_dir))
     path = folder / LEDGER_NAME
     if not path.exists():  # one that exists is refused below, for what it is
@@ -331,7 +326,6 @@ def report_of(run: Run) -> PrivacyReport:
         earlier_runs=told["earlier_runs"],
         base_weights=told.get("base_weights", NOT_COMPARED),
         forward_passes=told.get("forward_passes", ""),
-        row_parts=told.get("row_parts"),
         processes=told.get("processes", ""),
         extends=run.extended,
     ).with_tuning(told["tuning"], run.plan)

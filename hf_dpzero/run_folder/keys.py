@@ -6,19 +6,16 @@ ships and that no checkpoint holds, readable by its owner alone. A run that has 
 removes them.
 
 Places belong to row numbers, so the rows must be the same in the same order too. A digest of them, which
-needs the secret key of the order, is kept beside it and compared: of whole rows, or, where each access
-draws them anew, of what stays (the header's `row_parts`).
+needs the secret key of the order, is kept beside it and compared. Where each access draws rows anew
+nothing would tell their order, and the run cannot be resumed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import math
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +32,7 @@ from hf_dpzero.privacy.correlated.stream import CorrelatedNoise, KeyedNoise, new
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler, new_sampler_key
-from hf_dpzero.run import Run
+from hf_dpzero.run import Dataset, Run
 
 logger = logging.get_logger(__name__)
 
@@ -49,17 +46,13 @@ UPLOADS = {
 """Tracking services that take the whole of output_dir: the variable that says so, and its values."""
 
 LOOKED_AT, TWICE = 10_000, 256
-"""Rows whose order is compared; rows that tell what each access draws anew. Both are spread evenly."""
-
-INDICES = "Subset.indices"
-_UNNOTICED = 2.0**-20  # most chance of another order to pass for the same one
+"""Rows whose order is compared; rows that tell whether each access draws them anew. Spread evenly."""
 
 _NO_ORDER = (
-    "the rows of train_dataset are drawn anew at each access (augmentation?), and what stays of them "
-    "does not tell their order. In another one a row could take part twice in an epoch of fixed "
-    "batches, which epsilon does not cover. For a run that can be resumed, give rows an id column (of "
-    "the row, not its number), seed the split, draw augmentation from the row's number, or use "
-    "sampling='poisson', which needs no order."
+    "the rows of train_dataset are drawn anew at each access (augmentation?), so nothing tells their "
+    "order. In another one a row could take part twice in an epoch of fixed batches, which epsilon does "
+    "not cover. For a run that can be resumed, draw augmentation from the row's number, draw it in a "
+    "transform (`with_transform`), or use sampling='poisson', which needs no order."
 )
 
 
@@ -139,14 +132,13 @@ def open_keys(run: Run) -> RunKeys:
     file = Path(str(run.args.output_dir)) / FOLDER / FILE
     taken: int = run.opened.next_step
     began: str = run.header["direction_key"]
-    parts: list[str] | None = run.header.get("row_parts")
 
     def on_main() -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
         started = 0 < taken < run.plan.steps  # a run that has ended needs no keys
         stored: dict[str, Any] = (
             _read(file, began) if started else {"order": new_sampler_key().hex()}
         )
-        rows = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]), parts=parts)
+        rows = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]))
         if started:
             _check_rows(file, stored.get("rows", ""), rows)
         elif not rows and not taken:
@@ -181,8 +173,7 @@ def check_kept(run: Run, keys: RunKeys) -> None:
     def on_main() -> None:
         stored = _read(file, run.header["direction_key"])
         if stored["rows"]:
-            parts = run.header.get("row_parts")
-            now = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]), parts=parts)
+            now = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]))
             _check_rows(file, stored["rows"], now)
 
     collectives.on_main(on_main, lambda: None)
@@ -243,72 +234,25 @@ def _read(file: Path, run: str) -> dict[str, Any]:
     return stored
 
 
-def steady_parts(dataset: Any, rows: Sequence[int] | None = None) -> list[str] | None:
-    """Returns the names of what two accesses to a row agree on: columns, or places of a tuple.
-
-    Beneath a `Subset` (one of another, too) they are of the rows that it selects from, of a
-    `datasets.Dataset` there of what is stored; and the selection itself is one (`INDICES`), unless it
-    is a range.
-
-    Args:
-      dataset: rows by number.
-      rows: numbers of the rows that are meant; None for all.
-
-    Returns:
-      None where rows agree as a whole; [] where nothing does.
-    """
-    chosen = _spread(range(len(dataset)) if rows is None else rows, TWICE)
-    with isolated_randomness():  # looking must not move the generators that training draws from
-        if list(_hashes(dataset, chosen)) == list(_hashes(dataset, chosen)):
-            return None
-        agreed = [
-            {name for name, part in once.items() if again.get(name) == part}
-            for once, again in zip(_parts(dataset, chosen), _parts(dataset, chosen), strict=True)
-        ]
-        places = _beneath(dataset, chosen)[1]
-        numbers = [
-            {name for name, part in row.items() if part == Hasher.hash(place)}
-            for place, row in zip(places, _parts(dataset, chosen), strict=True)
-        ]
-    # a column that is the row's number says where a row stands, not which it is
-    names = set[str].intersection(*agreed) - set[str].intersection(*numbers)
-    if len({b - a for a, b in itertools.pairwise(places)}) < 2:
-        names.discard(INDICES)
-    return sorted(names)
-
-
-def digest_of_rows(
-    dataset: Any, key: bytes, rows: Sequence[int] | None = None, parts: Sequence[str] | None = None
-) -> str:
+def digest_of_rows(dataset: Dataset, key: bytes, rows: Sequence[int] | None = None) -> str:
     """SHA-256 (hex) of a secret key, the number of rows, and up to `LOOKED_AT` rows in their order.
 
     Args:
-      dataset: rows by number; of a `datasets.Dataset` what is stored, before any transform.
+      dataset: rows by number; of a `datasets.Dataset`, also beneath `Subset`s, what is stored, before
+        any transform.
       key: 32 bytes; without it the digest tells nothing of a row that can be guessed.
       rows: numbers of the rows that are meant; None for all.
-      parts: of `steady_parts`, to digest these alone; None for whole rows.
 
     Returns:
-      "" where the digest could not tell another order: rows are drawn anew at each access, or the parts
-      are so much alike that more than one shuffle in 2^20 would leave them as they are.
+      "" where rows are drawn anew at each access, so that a digest could not tell their order.
     """
     chosen = range(len(dataset)) if rows is None else rows
     digest = hashlib.sha256(key + len(chosen).to_bytes(8, "little"))
-    looked_at = _spread(chosen, LOOKED_AT)
-    if parts is None and steady_parts(dataset, chosen) is not None:
-        return ""
-    with isolated_randomness():
-        if parts is None:
-            found = list(_hashes(dataset, looked_at))
-        else:
-            each = list(_parts(dataset, looked_at))
-            found = ["|".join(row.get(name, "") for name in parts) for row in each]
-            # the numbers that a Subset selects say nothing of what lies there
-            own = ("|".join(row.get(name, "") for name in parts if name != INDICES) for row in each)
-            alike = sum(math.lgamma(count + 1) for count in Counter(own).values())
-            if alike and alike - math.lgamma(len(found) + 1) > math.log(_UNNOTICED):
-                return ""
-    digest.update("".join(found).encode())
+    with isolated_randomness():  # looking must not move the generators that training draws from
+        tried = _spread(chosen, TWICE)
+        if _hashes(dataset, tried) != _hashes(dataset, tried):
+            return ""
+        digest.update("".join(_hashes(dataset, _spread(chosen, LOOKED_AT))).encode())
     return digest.hexdigest()
 
 
@@ -316,28 +260,10 @@ def _spread(rows: Sequence[int], most: int) -> Sequence[int]:
     return rows[:: max(1, -(-len(rows) // most))]
 
 
-def _hashes(dataset: Any, rows: Sequence[int]) -> Iterator[str]:
+def _hashes(dataset: Dataset, rows: Sequence[int]) -> list[str]:
+    if isinstance(dataset, Subset):
+        below = [dataset.indices[row] for row in rows]
+        return _hashes(dataset.dataset, below)  # type: ignore[arg-type]
     if isinstance(dataset, datasets.Dataset):
         dataset = dataset.with_format(None)
-    return (Hasher.hash(dataset[int(row)]) for row in rows)
-
-
-def _beneath(dataset: Any, rows: Sequence[int]) -> tuple[Any, list[int]]:
-    """The data set that `Subset`s select from, as it is stored, and the rows' numbers there."""
-    places = [int(row) for row in rows]
-    while isinstance(dataset, Subset):
-        places, dataset = [int(dataset.indices[place]) for place in places], dataset.dataset
-    stored = isinstance(dataset, datasets.Dataset)
-    return (dataset.with_format(None) if stored else dataset), places
-
-
-def _parts(dataset: Any, rows: Sequence[int]) -> Iterator[dict[str, str]]:
-    """Hashes of what each row is made of, by name."""
-    below, places = _beneath(dataset, rows)
-    for place in places:
-        row = below[place]
-        if isinstance(row, (tuple, list)):
-            row = dict(enumerate(row))
-        parts = row.items() if hasattr(row, "items") else ()
-        own = {INDICES: str(place)} if isinstance(dataset, Subset) else {}
-        yield {**{str(name): Hasher.hash(part) for name, part in parts}, **own}
+    return [Hasher.hash(dataset[int(row)]) for row in rows]

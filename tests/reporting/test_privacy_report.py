@@ -32,7 +32,7 @@ KEYS = """
     privacy_unit sampling
     sampling_probability expected_batch_size num_examples steps planned_steps noise_multiplier clip
     schedules groups direction num_directions noise_source private method log_private_diagnostics tuning
-    earlier_runs base_weights forward_passes row_parts processes parts weights_digest statement
+    earlier_runs base_weights forward_passes processes parts weights_digest statement
     caveats versions
 """.split()  # noqa: SIM905
 
