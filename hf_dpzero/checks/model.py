@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from hf_dpzero.estimators.forward_passes import ParameterChanged, ParameterGuard
 from hf_dpzero.estimators.ghost_clipping import opacus_rules
-from hf_dpzero.estimators.offload import prefetcher_of
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.parallel.offload import accelerate_hooks
-from hf_dpzero.perturbation.sharding import local
-from hf_dpzero.perturbation.trainable import check_dtype, check_storage, has_plain_storage
+from hf_dpzero.perturbation.trainable import check_dtype, check_storage
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -106,16 +103,13 @@ def check_placement(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet (a lazy layer): run one forward pass first.")
-        if tensor.device.type == "meta" and prefetcher_of(model) is not None:
-            raise ValueError(
-                f"{name} has no values: PEFT leaves an adapter without them that is put on an offloaded "
-                "model. Pass peft_config= to DPZeroTrainer, or call settle_offloaded(model) of "
-                "hf_dpzero.parallel.offload before get_peft_model."
-            )
         if tensor.device.type == "meta":
             raise ValueError(
                 f"{name} is on the meta device, so it has no values: load its weights before training "
-                "(offload is fine: device_map of from_pretrained, or Accelerate's cpu_offload)."
+                "(offload is fine: device_map of from_pretrained, or Accelerate's cpu_offload). An "
+                "adapter that PEFT puts on an offloaded model has none: pass peft_config= to "
+                "DPZeroTrainer, or call settle_offloaded(model) of hf_dpzero.parallel.offload before "
+                "get_peft_model."
             )
 
 
@@ -166,44 +160,28 @@ def check_evaluation_mode(model: nn.Module) -> None:
 def parameters_left_alone(model: nn.Module) -> Iterator[None]:
     """Refuses a model whose forward passes inside the block write to its parameters.
 
-    Compared by checksum, which also sees writes through `.data`, and by version counter and address,
-    because a write that is undone again would stop every later step.
+    Compared by checksum, which also sees writes through `.data`. A write that is undone again is refused
+    at the first step, by the version counter.
 
     Raises:
       ValueError: names the parameter.
     """
     before = dict(model.named_parameters())
     sums = checksums(list(before.items()))
-    plain = ((name, local(p)) for name, p in before.items())
-    guard = ParameterGuard((name, p) for name, p in plain if has_plain_storage(p))
-    unwritten = guard.state()
     try:
         yield
     finally:  # a write is the cause of whatever else was found
-        _check_unwritten(model, before, sums)
-    try:
-        guard.check(unwritten)
-    except ParameterChanged as error:
-        raise ValueError(str(error)) from None
-
-
-def _check_unwritten(
-    model: nn.Module, before: Mapping[str, nn.Parameter], sums: Mapping[str, str]
-) -> None:
-    after = dict(model.named_parameters())
-    what = [
-        f"{n} was replaced by another parameter" for n in after if after[n] is not before.get(n)
-    ]
-    what += [f"{n} was removed" for n in before if n not in after]
-    if not what:
-        now = checksums(list(after.items()))
-        what = [f"{name} changed its value" for name in now if now[name] != sums[name]]
-    if what:
-        raise ValueError(
-            f"{what[0]} during a forward pass in eval mode: that would carry un-noised private data "
-            "into the weights. Load the model anew, and make forward() leave its parameters alone: "
-            "compute into new tensors, and keep what it must update in a buffer."
-        )
+        after = dict(model.named_parameters())
+        changed = sorted(n for n in before | after if before.get(n) is not after.get(n))
+        if not changed:
+            now = checksums(list(after.items()))
+            changed = [name for name in now if now[name] != sums[name]]
+        if changed:
+            raise ValueError(
+                f"{changed[0]} was changed by a forward pass in eval mode: that would carry un-noised "
+                "private data into the weights. Load the model anew, and make forward() leave its "
+                "parameters alone: compute into new tensors, and keep what it must update in a buffer."
+            )
 
 
 class SavedBesides:
@@ -228,41 +206,30 @@ class SavedBesides:
         """Notes the configuration as it is now."""
         self._config = _configuration(self.model)
 
-    def check(self) -> None:
-        """Compares with what was noted, configuration included.
+    def check(self, configuration: bool = True) -> None:
+        """Compares with what was noted.
+
+        Args:
+          configuration: False leaves it out: before a save it may be set on purpose.
 
         Raises:
           ValueError: names what changed, which would carry un-noised traces of the private data into
             the saved model.
         """
-        now = _configuration(self.model)
-        changed = [
-            key for key in now.keys() | self._config.keys() if now.get(key) != self._config.get(key)
-        ]
+        before, now = self._state, _extra_state(self.model)
+        if configuration:
+            before, now = before | self._config, now | _configuration(self.model)
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
         if changed:
-            _refuse_traces(f"config.{min(changed)}")
-        self.check_state()
-
-    def check_state(self) -> None:
-        """As `check`, of buffers and extra state alone: a configuration may be set on purpose."""
-        now = _extra_state(self.model)
-        changed = [
-            key for key in now.keys() | self._state.keys() if now.get(key) != self._state.get(key)
-        ]
-        if changed:
-            _refuse_traces(min(changed))
+            raise ValueError(
+                f"a forward pass changed {min(changed)}, which is saved with the model: such buffers, "
+                "extra state and settings hold un-noised traces of the private data. Make them constant "
+                "in eval mode, and initialise them on public data before training."
+            )
 
 
 _FILLED_IN = ("problem_type", "architectures", "dtype", "transformers_version")
 """From the labels' type when it computes a loss, and from the model's class when it saves it."""
-
-
-def _refuse_traces(name: str) -> None:
-    raise ValueError(
-        f"a forward pass changed {name}, which is saved with the model: such buffers, extra state and "
-        "settings hold un-noised traces of the private data. Make them constant in eval mode, and "
-        "initialise them on public data before training."
-    )
 
 
 def _extra_state(model: nn.Module) -> dict[str, str]:
@@ -278,7 +245,9 @@ def _configuration(model: nn.Module) -> dict[str, str]:
     """The settings that are saved, but for those that transformers itself fills in."""
     config: Any = getattr(base_model(model), "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
-    return {name: repr(value) for name, value in settings.items() if name not in _FILLED_IN}
+    return {
+        f"config.{name}": repr(value) for name, value in settings.items() if name not in _FILLED_IN
+    }
 
 
 def check_widths(model: nn.Module) -> None:
@@ -297,7 +266,8 @@ def check_widths(model: nn.Module) -> None:
             "attention_type='block_sparse' changes for all later texts once a short one was seen: load "
             "the model with attention_type='original_full'."
         )
-    if "dynamic" in rope_types(config):
+    rotary = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    if "'dynamic'" in repr(rotary):  # also nested, where kinds of layers have their own
         raise ValueError(
             "rope_type='dynamic' remembers the longest text, so losses depend on earlier examples: load "
             "the model with a rope_type that does not (default, linear, yarn, llama3)."
@@ -325,15 +295,3 @@ def check_kernels_are_fixed(device: str) -> None:
             "torch.cuda.tunable is enabled (PYTORCH_TUNABLEOP_ENABLED) and chooses products by timing "
             "them on private batches: call torch.cuda.tunable.enable(False)."
         )
-
-
-def rope_types(config: Any) -> set[str]:
-    """The kinds of rotary positions that a configuration names, also nested ones."""
-    kinds: set[str] = set()
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = getattr(config, name, None)
-        nested: list[Any] = list(settings.values()) if isinstance(settings, Mapping) else []
-        for values in (settings, *nested):
-            if isinstance(values, Mapping):
-                kinds |= {str(values[key]) for key in ("rope_type", "type") if key in values}
-    return kinds

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_dpzero.batches.logical_batch import RowsJoined
 from hf_dpzero.batches.placement import (
     CAPS,
     STEPS,
@@ -147,6 +148,22 @@ def check_first_row(run: Run) -> None:
         check_evaluation_mode(run.model)
         with of_first_row("evaluated"), uncompiled(run.model):
             _losses(run, run.evaluate, run.rows.collate_rows([0]))
+
+
+def check_collator(run: Run) -> None:
+    """Refuses a collator that joins rows, of which a pass of one has the form of several.
+
+    One that cannot pad passes: rows are collated one by one.
+
+    Raises:
+      RowsJoined: says what to change.
+    """
+    try:
+        run.probe()
+    except RowsJoined:
+        raise
+    except Exception as error:
+        logger.info(f"two rows were not collated together ({type(error).__name__})")
 
 
 @torch.no_grad()

@@ -141,6 +141,11 @@ CHECKS: tuple[Check, ...] = (
         passes=1,
     ),
     Check(
+        *("collator", "passes", "always"),
+        "a collator that joins or splits rows",
+        passes.check_collator,
+    ),
+    Check(
         *("neighbours and places", "passes", "always"),
         "losses that depend on the other rows of a pass; sizes of passes in which places matter are "
         "left out",

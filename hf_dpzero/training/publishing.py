@@ -360,7 +360,7 @@ class PublishingTrainer(Trainer):
                 "model.save_pretrained(), without a report."
             )
         if self._besides is not None:
-            self._besides.check_state()
+            self._besides.check(configuration=False)
         if self.shards and state_dict is None:
             state_dict = fsdp.gathered_state(self.model, keep=self.args.should_save)
         super()._save(output_dir, state_dict)

@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 from hf_dpzero.batches.shapes import context_length
 from hf_dpzero.checks.data import LABEL_COLUMNS
-from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import causal_lm_objective, select_objective
 from hf_dpzero.objectives.losses import takes
@@ -63,7 +62,6 @@ class TextRows:
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.formatting = formatting
         self.examples = False
-        self._private: PrivateRows | None = None
         module = "transformers." if collator is None else getattr(collator, "__module__", "")
         self._reads_rows = not str(module).startswith("transformers.")
 
@@ -77,7 +75,6 @@ class TextRows:
         form = form_of(_first(shaped))
         made = self._rows(shaped, "train_dataset")
         if made is not dataset:
-            self._private = PrivateRows(dataset)
             self.examples = form != TEXT
         elif self.args.max_length != DPZeroConfig.max_length and dataset is not None:
             logger.warning(
@@ -90,14 +87,12 @@ class TextRows:
         """Evaluation rows, or a dictionary of data sets with them, tokenised where they are texts.
 
         Raises:
-          ValueError: as for training rows; or they hold private ones (`evaluation_data.PrivateRows`).
+          ValueError: as for training rows.
         """
         if isinstance(dataset, Mapping):
             return {name: self.evaluated(part) for name, part in dataset.items()}
         made = self._rows(self._formatted(dataset, "eval_dataset"), "eval_dataset")
         if made is not dataset:
-            if self._private is not None:  # by place: tokens lie elsewhere than their texts
-                self._private.refuse(dataset)
             _warn_of_unlabelled(made, self.args.max_length)
         return made
 

@@ -51,6 +51,11 @@ class Drawing:
         return default_data_collator(rows)
 
 
+def joined(rows: list[Any]) -> Any:
+    batch = default_data_collator(rows)
+    return {name: value[:1] for name, value in batch.items()} if len(rows) > 1 else batch
+
+
 def summed(net: nn.Module, inputs: Any) -> torch.Tensor:
     return net(**inputs).loss
 
@@ -112,6 +117,7 @@ REFUSED: dict[str, tuple[Made, str]] = {
     ),
     "attention that remembers": (run_of(lambda: with_rope("dynamic")), "remembers"),
     "row 0": (run_of(loss=summed), "one loss per example|per-example|for each example"),
+    "collator": (run_of(collator=joined), "examples became"),
     "neighbours and places": (run_of(loss=coupled), "other examples"),
     "finite losses": (run_of(loss=infinite), "NaN or infinite"),
 }
@@ -155,7 +161,7 @@ def test_a_check_refuses_a_run_by_itself_and_passes_a_sound_one(name: str, tmp_p
 
 def test_every_check_has_a_run_that_it_refuses() -> None:
     assert REFUSED.keys() | ELSEWHERE.keys() == BY_NAME.keys()
-    assert len(BY_NAME) == len(CHECKS) >= 18
+    assert len(BY_NAME) == len(CHECKS) >= 19
     tests = [path.read_text() for path in Path(__file__).parent.parent.rglob("test_*.py")]
     for name in ELSEWHERE.values():
         assert any(f"def {name}(" in text for text in tests), name

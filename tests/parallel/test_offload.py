@@ -131,7 +131,7 @@ def test_adapters_on_an_offloaded_base(tmp_path: Path, base: Path, directions: i
 
 def test_an_adapter_that_was_put_on_before_has_no_values(tmp_path: Path, base: Path):
     model = peft.get_peft_model(offloaded(base, tmp_path / "folder", "disk"), LORA)
-    with pytest.raises(ValueError, match="Pass peft_config= to DPZeroTrainer"):
+    with pytest.raises(ValueError, match="pass peft_config= to DPZeroTrainer"):
         build(tmp_path / "out", model)
     settled = offloaded(base, tmp_path / "folder", "disk")
     settle_offloaded(settled)

@@ -340,7 +340,7 @@ def test_a_model_that_writes_to_its_weights_is_refused_before_anything(tmp_path,
 
     objective = {"compute_per_example_loss": losses}
     trainer = build(tmp_path, Writer(through_data), trainer_settings=objective)
-    with pytest.raises(ValueError, match="weight changed its value during a forward pass"):
+    with pytest.raises(ValueError, match="weight was changed by a forward pass"):
         trainer.train()
     assert not list(tmp_path.rglob("*.jsonl")) and trainer.trajectory is None
 

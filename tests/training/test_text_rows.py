@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, concatenate_datasets
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
 from tiny_language_models import opt_tokenizer, save_causal_lm, seeded
 from tiny_runs import config, tiny_data, tiny_model
@@ -268,15 +268,6 @@ def test_private_texts_are_not_evaluated(tmp_path, folder, form):
             trainer.evaluate(leaked)
     with pytest.raises(ValueError, match="private"):
         trainer.predict(train)
-
-
-def test_one_private_row_beside_public_ones_is_found_by_its_place(tmp_path, folder):
-    train = Dataset.from_list(texts(40))
-    public = Dataset.from_list(texts(60, seed=1))
-    with pytest.raises(ValueError, match="private"):
-        trainer_of(
-            tmp_path, folder, train, eval_dataset=concatenate_datasets([public, train.select([3])])
-        )
 
 
 def test_the_same_texts_in_another_form_are_private(tmp_path, folder):
