@@ -39,7 +39,6 @@ from hf_dpzero.privacy.mechanisms import (
 from hf_dpzero.privacy.mechanisms.vertex import (
     HiddenScores,
     VertexDraw,
-    total_rho,
     zcdp_epsilon,
     zcdp_rho,
 )
@@ -170,7 +169,6 @@ REFUSED = {
         (lambda: scores().add_(np.zeros(3)), "2 vertices"),
         (lambda: scores().add_(np.array([0.0, math.nan])), "not finite"),
         (lambda: scores().draw(-1, SecureNoise(), 0), "size=-1"),
-        (lambda: total_rho([(VertexDraw(sensitivity=0.1), -1)]), "count=-1"),
         (lambda: zcdp_epsilon(-1.0, 0.1), "rho=-1.0"),
         (lambda: zcdp_rho(1.0, 0.0), "delta=0.0"),
         (lambda: zcdp_rho(0.0, 0.1), "epsilon=0.0"),

@@ -60,7 +60,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,9 +71,8 @@ from hf_dpzero.privacy.described import Described
 from hf_dpzero.privacy.discretization import GRID_BITS, GRID_RADIUS, float32s
 from hf_dpzero.privacy.mechanisms.base import (
     DISPLACEMENT,
-    MAX_NOISE_MULTIPLIER,
-    MIN_NOISE_MULTIPLIER,
     NotNoised,
+    check_multiplier,
 )
 
 if TYPE_CHECKING:
@@ -135,7 +133,7 @@ def metric_keys(names: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupLosses(Described, ABC):
+class GroupLosses(Described):
     """Base: the public facts about groups, an example's contribution, and weights that follow.
 
     Attributes:
@@ -327,15 +325,17 @@ class GroupLosses(Described, ABC):
         """
         return ()
 
-    @abstractmethod
     def player(self, plan: PrivacyPlan) -> GroupPlayer:
         """Makes what keeps the state of a run of `plan` and makes its releases."""
+        return GroupPlayer(self.num_groups)
 
 
-class GroupPlayer(ABC):
-    """The y-player of a run."""
+class GroupPlayer:
+    """The y-player of a run. This one counts groups alike, y = 1/m, and releases nothing."""
 
-    @abstractmethod
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups
+
     def begin(self, new: Sequence[Sequence[float]], noise: NoiseSource) -> np.ndarray:
         """Returns y of the next step, float64 [m]; called once a step, on rank 0.
 
@@ -343,8 +343,8 @@ class GroupPlayer(ABC):
           new: what the ledger got since the last call: one entry, or of a run that resumes all of them.
           noise: the source of randomness.
         """
+        return np.full(self.num_groups, 1 / self.num_groups)
 
-    @abstractmethod
     def end(
         self, total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
     ) -> tuple[float, ...]:
@@ -356,6 +356,7 @@ class GroupPlayer(ABC):
           step: t, from 0.
           noise: the source.
         """
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,19 +382,37 @@ class BudgetedGroups(GroupLosses):
         """Returns s / (1 - s): precision of the groups' part over that of the weights' part."""
         return self.budget / (1 - self.budget)
 
+    def check(self, plan: PrivacyPlan) -> None:
+        """Refuses as the base does, and batches that an example may be in at any step.
 
-def check_multiplier(multiplier: float) -> float:
-    """Returns a noise multiplier of the groups' part that the accounting of discrete noise covers.
+        The latter where releases build on all steps before, and unless they are joint they do.
+        """
+        super().check(plan)
+        if self.joint:
+            return
+        how = f"group_weights={self.name!r}"
+        if plan.sampler.name not in ("fixed_batches", "full_batch"):
+            raise ValueError(
+                f"{how} with sampling={plan.sampler.name!r}: an example's loss stays in all later "
+                "releases of the groups, so they are not amplified by sampling, and an example that may "
+                "be in any batch may move all of them. Use sampling='fixed_batches', or "
+                "group_weights='per_step', which is amplified."
+            )
+        if plan.noise_schedule is not None:
+            raise ValueError(
+                f"noise_schedule={plan.noise_schedule} with {how}, whose noise is that of the whole "
+                "run: leave it out, or use group_weights='per_step'."
+            )
+        if plan.accountant == "advanced_composition":
+            raise ValueError(
+                f"{how} with accountant='advanced_composition', which knows equal steps only: use "
+                "'pld'."
+            )
 
-    Raises:
-      ValueError: out of [2^-10, 2^25].
-    """
-    if not MIN_NOISE_MULTIPLIER <= multiplier <= MAX_NOISE_MULTIPLIER:
-        raise ValueError(
-            f"the groups' noise multiplier {multiplier:g} is outside [2^-10, 2^25], where discrete "
-            "noise is accounted as Gaussian: choose group_budget nearer to 0.5, or another noise."
-        )
-    return multiplier
+    def multiplier(self, weights: float, participations: int = 1) -> float:
+        """Returns z_g for the weights' part's multiplier and E; 0 for 0."""
+        z = weights / math.sqrt(self.odds * participations)
+        return check_multiplier("the groups' noise multiplier, which follows from group_budget,", z)
 
 
 def noised(
@@ -422,28 +441,3 @@ def passes(sampler: Sampler, count: int) -> int:
 def period(sampler: Sampler) -> int:
     """Returns P: steps from one that an example is in to the next; 1 for a full batch."""
     return int(getattr(sampler, "batches", 1))
-
-
-def check_participations(groups: GroupLosses, plan: PrivacyPlan) -> None:
-    """Refuses batches that an example may be in at any step, where releases build on all steps before.
-
-    Raises:
-      ValueError: says which sampling to use.
-    """
-    how = f"group_weights={groups.name!r}"
-    if plan.sampler.name not in ("fixed_batches", "full_batch"):
-        raise ValueError(
-            f"{how} with sampling={plan.sampler.name!r}: an example's loss stays in all later releases "
-            "of the groups, so they are not amplified by sampling, and an example that may be in any "
-            "batch may move all of them. Use sampling='fixed_batches', or group_weights='per_step', "
-            "which is amplified."
-        )
-    if plan.noise_schedule is not None:
-        raise ValueError(
-            f"noise_schedule={plan.noise_schedule} with {how}, whose noise is that of the whole run: "
-            "leave it out, or use group_weights='per_step'."
-        )
-    if plan.accountant == "advanced_composition":
-        raise ValueError(
-            f"{how} with accountant='advanced_composition', which knows equal steps only: use 'pld'."
-        )

@@ -46,8 +46,6 @@ from hf_dpzero.privacy.group_losses.base import (
     BudgetedGroups,
     GroupLosses,
     GroupPlayer,
-    check_multiplier,
-    check_participations,
     noised,
     passes,
     period,
@@ -72,22 +70,6 @@ class BalancedGroups(GroupLosses):
     def num_values(self) -> int:
         return 0
 
-    def player(self, plan: PrivacyPlan) -> GroupPlayer:
-        return _Balanced(self.num_groups)
-
-
-class _Balanced(GroupPlayer):
-    def __init__(self, num_groups: int) -> None:
-        self.num_groups = num_groups
-
-    def begin(self, new: Sequence[Sequence[float]], noise: NoiseSource) -> np.ndarray:
-        return np.full(self.num_groups, 1 / self.num_groups)
-
-    def end(
-        self, total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
-    ) -> tuple[float, ...]:
-        return ()
-
 
 @dataclass(frozen=True, kw_only=True)
 class PerStepGroups(BudgetedGroups):
@@ -105,16 +87,13 @@ class PerStepGroups(BudgetedGroups):
         # sqrt(1 - s), rounded down
         return math.sqrt(1 - self.budget) * (1 - 2.0**-45)
 
-    def multiplier(self, weights: float) -> float:
-        """Returns z_g for the weights' multiplier; 0 for 0."""
-        return check_multiplier(weights / math.sqrt(self.odds)) if weights else 0.0
-
     def player(self, plan: PrivacyPlan) -> GroupPlayer:
         return _PerStep(self, plan.sampler.expected_batch_size, plan.steps)
 
 
 class _PerStep(GroupPlayer):
     def __init__(self, losses: PerStepGroups, batch_size: float, steps: int) -> None:
+        super().__init__(losses.num_groups)
         self.losses = losses
         self._batch, self._steps = batch_size, steps
         self._sums = np.zeros(losses.num_groups)
@@ -136,12 +115,6 @@ class PrefixSumGroups(BudgetedGroups):
 
     name: ClassVar[str] = "prefix_sum"
 
-    def multiplier(self, weights: float, participations: int) -> float:
-        """Returns z_g for the weights' part's multiplier and E; 0 for 0."""
-        if not weights:
-            return 0.0
-        return check_multiplier(weights / math.sqrt(self.odds * participations))
-
     def sensitivity(self, sampler: Sampler, steps: int, count: int | None = None) -> float:
         """Returns that of C V under add-or-remove, after `count` of T steps (default all): S."""
         released = steps if count is None else count
@@ -149,7 +122,6 @@ class PrefixSumGroups(BudgetedGroups):
 
     def check(self, plan: PrivacyPlan) -> None:
         super().check(plan)
-        check_participations(self, plan)
         n, often = plan.sampler.num_examples, passes(plan.sampler, plan.steps)
         if plan.steps**1.5 * n * often > MOST:
             raise ValueError(
@@ -174,6 +146,7 @@ class PrefixSumGroups(BudgetedGroups):
 
 class _PrefixSums(GroupPlayer):
     def __init__(self, losses: PrefixSumGroups, sampler: Sampler, steps: int) -> None:
+        super().__init__(losses.num_groups)
         self.losses = losses
         self._sampler, self._steps = sampler, steps
         self._column = square_root(steps)

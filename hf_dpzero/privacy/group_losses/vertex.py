@@ -49,7 +49,6 @@ from hf_dpzero.privacy.discretization import GRID_BITS, float32s
 from hf_dpzero.privacy.group_losses.base import (
     BudgetedGroups,
     GroupPlayer,
-    check_participations,
     passes,
     period,
 )
@@ -95,10 +94,6 @@ class VertexGroups(BudgetedGroups):
                 f"rate={self.rate} of drawn groups: it follows from their share of the budget; leave "
                 "it out."
             )
-
-    def check(self, plan: PrivacyPlan) -> None:
-        super().check(plan)
-        check_participations(self, plan)
 
     def precision(self, rate: float, sampler: Sampler, count: int, relation: Relation) -> float:
         """Returns sum K mu(eta_t)^2 over the first `count` steps at a rate tau."""
@@ -154,6 +149,7 @@ class VertexGroups(BudgetedGroups):
 
 class _Draws(GroupPlayer):
     def __init__(self, losses: VertexGroups, factors: np.ndarray, most: int) -> None:
+        super().__init__(losses.num_groups)
         self.losses = losses
         self._factors, self._step = factors, 0
         largest = float(factors.max())

@@ -66,6 +66,7 @@ from hf_dpzero.privacy.mechanisms.base import (
     MAX_NOISE_MULTIPLIER,
     DenseNoise,
     NoisedSum,
+    check_multiplier,
 )
 from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.mechanisms.scalar import ScalarMechanism
@@ -130,7 +131,7 @@ class AdaptiveClipping(NoisedSum):
                 f"{sigma:.6g}, or the count alone costs more than the whole step; raise "
                 f"clip_count_noise, e.g. to {sigma:.3g} (15 % more noise on the sum)."
             )
-        self._check_multiplier("2 * clip_count_noise", 2 * self.clip_count_noise)
+        check_multiplier("2 * clip_count_noise", 2 * self.clip_count_noise)
 
     @property
     def count_multiplier(self) -> float:

@@ -107,17 +107,7 @@ class NoisedSum(MechanismBase):
                 f"clip={self.clip} must be finite and positive (between 2^-64 and 2^64); "
                 "use method mezo (NonPrivateMean) to train without clipping."
             )
-        self._check_multiplier("noise_multiplier", self.noise_multiplier)
-
-    @staticmethod
-    def _check_multiplier(name: str, sigma: float) -> None:
-        if not (math.isfinite(sigma) and sigma >= 0):
-            raise ValueError(f"{name}={sigma} must be finite and >= 0.")
-        if sigma > 0 and not MIN_NOISE_MULTIPLIER <= sigma <= MAX_NOISE_MULTIPLIER:
-            raise ValueError(
-                f"{name}={sigma} is outside [2^-10, 2^25], where the discrete noise on the "
-                "grid is accounted as Gaussian; use 0 for no noise, or a larger (smaller) multiplier."
-            )
+        check_multiplier("noise_multiplier", self.noise_multiplier)
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -279,6 +269,22 @@ class NotNoised(MechanismBase):
     def sensitivity(self, relation: Relation) -> float:
         # nothing bounds what one example contributes
         return math.inf * sensitivity_factor(relation)
+
+
+def check_multiplier(name: str, sigma: float) -> float:
+    """Returns a noise multiplier, 0 or one that the accounting of discrete noise covers.
+
+    Raises:
+      ValueError: it is not 0 and out of [2^-10, 2^25].
+    """
+    if not (math.isfinite(sigma) and sigma >= 0):
+        raise ValueError(f"{name}={sigma} must be finite and >= 0.")
+    if sigma > 0 and not MIN_NOISE_MULTIPLIER <= sigma <= MAX_NOISE_MULTIPLIER:
+        raise ValueError(
+            f"{name}={sigma} is outside [2^-10, 2^25], where the discrete noise on the "
+            "grid is accounted as Gaussian; use 0 for no noise, or a larger (smaller) multiplier."
+        )
+    return sigma
 
 
 def check_dimension(mechanism: MechanismBase, dimension: int) -> None:
