@@ -8,7 +8,7 @@ anew in each call; only Inductor's freezing would fold them into constants, and 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ def compile_(
     import torch._inductor.config as inductor
 
     if one_graph_a_shape:  # also for models that are compiled already
-        own: Any = dynamo.patch(
+        own: contextlib.AbstractContextManager[object] = dynamo.patch(
             automatic_dynamic_shapes=False,
             recompile_limit=max(dynamo.recompile_limit, GRAPHS),
             accumulated_recompile_limit=max(dynamo.accumulated_recompile_limit, 64 * GRAPHS),
@@ -95,7 +95,7 @@ def compile_(
         )
 
 
-def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[object]:
     """Inside, a compiled model runs uncompiled: for passes of shapes that no step has.
 
     Args:
@@ -103,5 +103,5 @@ def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """
     if not is_compiled(model):
         return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance

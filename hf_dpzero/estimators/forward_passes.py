@@ -17,7 +17,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ _address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr
 
 
 @contextlib.contextmanager
-def replaced_forward(module: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, replacement: Callable[..., object]) -> Iterator[None]:
     """Inside, `module.forward(...)` is `replacement(the module's own forward, ...)`.
 
     An instance attribute that someone else had put there comes back after the block, whatever happens
@@ -161,7 +161,7 @@ class SettleBeforeRead:
             self._forward_hook.remove()
             self._forward_hook = None
 
-    def _settle(self, *_: Any) -> None:
+    def _settle(self, *_: object) -> None:
         self._unwatch()
         self.settle()
 
@@ -170,7 +170,7 @@ class SettleBeforeRead:
         """State dicts, copies and pickles of the module hold theta, and no hook of ours."""
         hook = module.register_state_dict_pre_hook(self._settle)
 
-        def state() -> Any:
+        def state() -> object:
             self._settle()
             del vars(module)["__getstate__"]
             try:
@@ -193,7 +193,7 @@ class SettleBeforeRead:
             hook.remove()
 
 
-def all_known(watchers: Iterable[Any]) -> bool:
+def all_known(watchers: Iterable[object]) -> bool:
     """Whether every callback or trainer is Hugging Face's or ours: others may read the weights."""
     packages = {type(watcher).__module__.split(".")[0] for watcher in watchers}
     return packages <= {"transformers", "hf_dpzero"}
@@ -207,7 +207,7 @@ class _Remembered(NamedTuple):
     """A module's output, and the output's tensors with their version counters as they ran."""
 
     module: nn.Module
-    output: Any
+    output: object
     versions: list[tuple[Tensor, int]]
 
 
@@ -263,7 +263,7 @@ class FrozenPrefix:
                 stack.enter_context(replaced_forward(module, remember))
             yield self
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin(self, module: nn.Module, args: tuple[object, ...]) -> None:
         self._forwards += 1
         if self._forwards > 1:
             raise StalePrefix(
@@ -272,11 +272,11 @@ class FrozenPrefix:
             )
         self._tainted, self._cursor = _owns_trainable(module), 0
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *_: object) -> None:
         self._recording = False
         self._tainted = True  # what runs from here on is run by the objective
 
-    def _taint(self, *_: Any) -> None:
+    def _taint(self, *_: object) -> None:
         self._tainted = True
 
     def _remember(
@@ -299,8 +299,7 @@ class FrozenPrefix:
                 f"{type(module).__name__}: its output is changed in place, or modules run in "
                 "another order each time; set performance.reuse_frozen_prefix=False for this model."
             )
-        remembered: R = known.output
-        return remembered
+        return cast("R", known.output)
 
 
 def _owns_trainable(module: nn.Module) -> bool:
@@ -320,7 +319,7 @@ def _maximal_frozen_modules(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(frozen))
 
 
-def _versions(output: Any) -> list[tuple[Tensor, int]]:
+def _versions(output: object) -> list[tuple[Tensor, int]]:
     """Every tensor in a nested output with its in-place version counter."""
     if isinstance(output, Tensor):
         return [] if output.is_inference() else [(output, output._version)]

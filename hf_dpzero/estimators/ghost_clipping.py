@@ -31,7 +31,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +206,7 @@ def opacus_rules() -> Mapping[type, Callable[..., dict[nn.Parameter, Tensor]]]:
             "per-example gradients need opacus, which is not installed; run "
             "pip install 'hf-dpzero[first-order]'"
         ) from None
-    rules: Mapping[type, Any] = GradSampleHooks.GRAD_SAMPLERS
+    rules: Mapping[type, Callable[..., dict[nn.Parameter, Tensor]]] = GradSampleHooks.GRAD_SAMPLERS
     return rules
 
 
@@ -425,11 +424,11 @@ class _Lookups(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., Tensor],
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[Tensor, ...] = (),
+        kwargs: dict[str, Tensor] | None = None,
+    ) -> object:
         output = func(*args, **(kwargs or {}))
         if func is F.embedding:
             call = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})

@@ -31,7 +31,7 @@ from hf_dpzero.perturbation.parameter_space import ParameterSpace, Position
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _GETTERS = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "_version")
 _METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_inference")
-METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[object] = frozenset(
     (
         *(getattr(Tensor, name).__get__ for name in _GETTERS),
         *(getattr(Tensor, name) for name in (*_METHODS, "__len__", "__hash__")),
@@ -182,11 +182,11 @@ class _RowLookup(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         read = any(
             v is self.weight

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Prefetcher:
         self._source: Callable[[Tensor], Tensor] | None = None
         self._arrived: Callable[[Sequence[Tensor]], None] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
+    def __deepcopy__(self, memo: dict[int, object]) -> Prefetcher:
         return self  # for a layer that is copied within the model
 
     @contextlib.contextmanager
@@ -163,13 +163,15 @@ class Prefetched:
         places: Sequence[tuple[nn.Module, str]],
         device: torch.device,
         prefetcher: Prefetcher,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
     ) -> None:
         self.module, self.places, self.device = module, list(places), device
         self.prefetcher, self.forward = prefetcher, forward
         vars(module)[_ATTRIBUTE] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # whatever the module's forward takes
+    def __call__(
+        self, *args: object, **kwargs: object
+    ) -> object:  # whatever the module's forward takes
         tensors = self.prefetcher.wanted(self.tensors())
         if not tensors:
             return self.forward(*args, **kwargs)

@@ -259,11 +259,11 @@ class StackedKernels(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         run = _linear if func is F.linear else func
         result = run(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and is_stacked(result):
@@ -290,7 +290,7 @@ class _SharedInput(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int, ...], input: Tensor, weight: Tensor, bias: Tensor | None
+        info: object, in_dims: tuple[int, ...], input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, int]:
         weights = weight.movedim(in_dims[1], 0)
         out = F.linear(input, weights.flatten(0, 1)).unflatten(-1, weights.shape[:2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +187,7 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                     yield f"attribute {prefix}{'.' if prefix else ''}{key}", item, False
 
 
-def has_plain_storage(tensor: Any) -> bool:
+def has_plain_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is an ordinary strided tensor whose memory can be looked at."""
     return (
         type(tensor.data) is Tensor

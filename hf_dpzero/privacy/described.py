@@ -28,7 +28,7 @@ class Described:
         return {"name": self.name, **fields}
 
 
-def read(kinds: Mapping[str, type[D]], what: str, values: Mapping[str, Any]) -> D:
+def read(kinds: Mapping[str, type[D]], what: str, values: Mapping[str, object]) -> D:
     """Makes the part that `Described.to_dict` described.
 
     Args:

@@ -419,7 +419,7 @@ class PrivacyPlan:
         return count
 
 
-_OPTIONAL: dict[str, Callable[[Mapping[str, Any]], object]] = {
+_OPTIONAL: dict[str, Callable[[Mapping[str, object]], object]] = {
     "noise_schedule": noise_schedule_from_dict,
     "clip_schedule": factors_from_dict,
     "correlation": correlation_from_dict,

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -257,7 +257,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
 """Every sampler by name."""
 
 
-def sampler_from_dict(values: Mapping[str, Any]) -> Sampler:
+def sampler_from_dict(values: Mapping[str, object]) -> Sampler:
     """Reads the sampler that `to_dict` described; an unknown name and unknown keys are errors.
 
     >>> sampler_from_dict({"name": "poisson", "num_examples": 10, "expected_batch_size": 2})

@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,7 +246,7 @@ NOISE_SCHEDULES: dict[str, type[NoiseSchedule]] = {
 }
 
 
-def noise_schedule_from_dict(values: Mapping[str, Any]) -> NoiseSchedule:
+def noise_schedule_from_dict(values: Mapping[str, object]) -> NoiseSchedule:
     """Reads what `to_dict` of a noise schedule described; raises as `described.read` does."""
     return read(NOISE_SCHEDULES, "noise_schedule", values)
 
@@ -308,7 +308,7 @@ FACTORS: dict[str, type[Factors]] = {
 }
 
 
-def factors_from_dict(values: Mapping[str, Any]) -> Factors:
+def factors_from_dict(values: Mapping[str, object]) -> Factors:
     """Reads what `to_dict` of factors described; raises as `described.read` does."""
     return read(FACTORS, "schedule", values)
 

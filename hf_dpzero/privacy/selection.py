@@ -320,6 +320,8 @@ def calibrate_composed(
 # ------------------------------------------------------------------ the `tuning` entry of a report
 
 WORDS = ("none", "public", "not_accounted")
+Tuning = str | dict[str, dict[str, Any]]
+"""One of `WORDS`, or an entry made by the functions below."""
 _ENTRIES = {
     "repeat_and_select": {"mean_trials", "swept", "epsilon_one_run"},
     "composition": {"runs", "swept", "plans"},
@@ -328,7 +330,7 @@ _ENTRIES = {
 
 def selection_entry(
     plan: PrivacyPlan, trials: TrialCount, swept: Sequence[str], delta: float
-) -> dict[str, Any]:
+) -> Tuning:
     """Returns what a report says of a run that private selection chose, JSON-safe for `total_epsilon`.
 
     Args:
@@ -345,7 +347,7 @@ def selection_entry(
     return {"repeat_and_select": values}
 
 
-def composition_entry(plans: Sequence[PrivacyPlan], swept: Sequence[str]) -> dict[str, Any]:
+def composition_entry(plans: Sequence[PrivacyPlan], swept: Sequence[str]) -> Tuning:
     """Returns what a report says of a run among others that are all accounted, for `total_epsilon`.
 
     Args:
@@ -363,24 +365,22 @@ def composition_entry(plans: Sequence[PrivacyPlan], swept: Sequence[str]) -> dic
     return {"composition": {"runs": len(plans), "swept": list(swept), "plans": counted}}
 
 
-def check_tuning(tuning: Any) -> None:
+def check_tuning(tuning: Tuning) -> None:
     """Refuses a `tuning` entry that is none of the known ones.
 
     Raises:
       ValueError: an unknown word, kind or set of keys.
     """
-    if tuning in WORDS:
-        return
-    kind = next(iter(tuning)) if isinstance(tuning, dict) and len(tuning) == 1 else None
-    keys = _ENTRIES.get(str(kind))
-    if keys is None or not isinstance(tuning[kind], dict) or set(tuning[kind]) != keys:
+    items = tuning.items() if isinstance(tuning, dict) else ()
+    known = [isinstance(entry, dict) and set(entry) == _ENTRIES.get(kind) for kind, entry in items]
+    if tuning not in WORDS and known != [True]:
         raise ValueError(
             f"tuning={tuning!r} in a privacy report; it is one of {', '.join(WORDS)}, or an entry "
             "that `hf-dpzero sweep` writes."
         )
 
 
-def total_epsilon(plan: PrivacyPlan, tuning: Any, delta: float) -> float:
+def total_epsilon(plan: PrivacyPlan, tuning: Tuning, delta: float) -> float:
     """Returns epsilon of a whole run with the search for its settings that a report's entry describes.
 
     Args:
@@ -395,7 +395,7 @@ def total_epsilon(plan: PrivacyPlan, tuning: Any, delta: float) -> float:
       ValueError: an unknown entry, or a composition that does not hold `plan`.
     """
     check_tuning(tuning)
-    if tuning in WORDS:
+    if isinstance(tuning, str):
         return plan.epsilon(delta)
     if "repeat_and_select" in tuning:
         trials = TrialCount(mean=float(tuning["repeat_and_select"]["mean_trials"]))

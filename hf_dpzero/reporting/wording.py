@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.privacy.schedules import Given, GivenFactors
+from hf_dpzero.privacy.selection import Tuning
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -25,9 +26,6 @@ SAMPLERS = {
     "full_batch": "every example in every step",
     "fixed_batches": "fixed batches, each example once an epoch",
 }
-Tuning = str | dict[str, dict[str, Any]]
-"""How settings were chosen: a word, or what a sweep accounts for (`privacy.private_selection`)."""
-
 EXAMPLE, BLOCK = "example", "block of text"
 """Privacy units: what one row of the training set is."""
 

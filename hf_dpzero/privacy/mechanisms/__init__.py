@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from hf_dpzero.privacy.described import read
 from hf_dpzero.privacy.mechanisms.adaptive import (
@@ -81,7 +80,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 """A new one is a dataclass, a row here and a row in the contract tests."""
 
 
-def mechanism_from_dict(values: Mapping[str, Any]) -> Mechanism:
+def mechanism_from_dict(values: Mapping[str, object]) -> Mechanism:
     """Reads the mechanism that `to_dict` described; an unknown name and unknown keys are errors.
 
     >>> mechanism_from_dict({"name": "mezo", "expected_batch_size": 4.0}).private
