@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,24 +22,30 @@ class LedgerWriteError(LedgerError, OSError):
     """A ledger that could not be written: the disk is full, read-only or gone."""
 
 
-def create_whole(path: Path, content: bytes) -> None:
-    """Makes a new file, durable: with all of its content, or not at all.
-
-    Args:
-      path: of the file.
-      content: its bytes.
-
-    Raises:
-      FileExistsError: there is one; it stays as it is.
-      OSError: it cannot be written.
-    """
+@contextlib.contextmanager
+def _draft(path: Path, content: bytes, mode: int = 0o644) -> Iterator[Path]:
+    """A durable file beside `path`, which the caller gives that name; nothing else is left of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     draft = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             flush(file)
-        draft.chmod(0o644)
+        draft.chmod(mode)
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
+    flush_folder(path.parent)
+
+
+def create_whole(path: Path, content: bytes) -> None:
+    """Makes a new file, durable: with all of its content, or not at all.
+
+    Raises:
+      FileExistsError: there is one; it stays as it is.
+      OSError: it cannot be written.
+    """
+    with _draft(path, content) as draft:
         try:
             # A link, not a rename: of two runs that start at once, one finds the file there.
             os.link(draft, path)
@@ -49,21 +55,27 @@ def create_whole(path: Path, content: bytes) -> None:
             if path.exists():
                 raise FileExistsError(str(path)) from None
             draft.rename(path)
-    finally:
-        draft.unlink(missing_ok=True)
-    flush_folder(path.parent)
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
+    """Writes UTF-8 `text` to `path`, durable; readers see its old content or the new, never a part."""
+    with _draft(path, text.encode(), mode) as draft:
+        draft.replace(path)
+
+
+def write_for_owner(path: Path, text: str) -> None:
+    """Writes a file that holds a secret: whole or not at all, for its owner's eyes only.
+
+    Args:
+      path: the file; its folder is made, for the owner alone, where there is none.
+      text: its new content.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(path, text, mode=0o600)
 
 
 def append_whole(path: Path, record: bytes) -> None:
-    """Appends to a file and syncs it; if that fails, the file is left as it was.
-
-    Args:
-      path: of a file that is there.
-      record: bytes to add.
-
-    Raises:
-      OSError: it cannot be written.
-    """
+    """Appends to a file and syncs it; if that fails (OSError), the file is left as it was."""
     # Without a buffer, which would be written again when the file is closed.
     with open(path, "r+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -155,39 +167,3 @@ def split_header(raw: bytes, path: str | os.PathLike) -> tuple[dict[str, Any], b
             "corrupt: restore the file from a copy."
         )
     return dict(json.loads(text)), body
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes UTF-8 `text` to `path` through a temporary file beside it, flushed to disk.
-
-    Args:
-      path: the file; readers see its old content or the new, never a part.
-      text: its new content.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            flush(file)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def write_for_owner(path: Path, text: str) -> None:
-    """Writes a file that holds a secret: whole or not at all, for its owner's eyes only.
-
-    Args:
-      path: the file; its folder is made, for the owner alone, where there is none.
-      text: its new content.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_suffix(".new")
-    draft.unlink(missing_ok=True)
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-        flush(file)
-    os.replace(draft, path)
-    flush_folder(path.parent)

@@ -23,10 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -48,119 +47,67 @@ class Term(NamedTuple):
     coefficient: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateRule(ABC):
-    """An optimiser on released scalars. A new one is a dataclass and a row in `UPDATE_RULES`."""
-
-    name: ClassVar[str]
-
-    @property
-    def length(self) -> int:
-        """W >= 1: how many of the last releases an update is made of."""
-        return 1
-
-    @abstractmethod
-    def weights(self, count: int) -> list[float]:
-        """w_{t,s} for the last `count` = min(t + 1, W) steps s, oldest first."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Name and fields, JSON-safe, for the header; `update_rule_from_dict` reads it back."""
-        return {"name": self.name, **dataclasses.asdict(self)}
+UPDATE_RULES = ("sgd", "momentum")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SGD(UpdateRule):
-    """w_{t,t} = 1: the update of Algorithm 2, line 3."""
+@dataclass(frozen=True)
+class UpdateRule:
+    """An optimiser on released scalars.
 
-    name: ClassVar[str] = "sgd"
-
-    def weights(self, count: int) -> list[float]:
-        """1 for the present release."""
-        return [1.0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Momentum(UpdateRule):
-    """Heavy ball (Polyak, 1964): m_t = beta m_{t-1} + g_t, theta <- theta - lr_t m_t.
-
-    w_{t,s} = beta^(t-s), cut off after W steps. As in `torch.optim.SGD` there is no factor
-    1 - beta: with a gradient that lasts, a step is 1/(1 - beta) times as long as sgd's.
+    "sgd" has w_{t,t} = 1: the update of Algorithm 2, line 3. "momentum" is the heavy ball (Polyak,
+    1964), m_t = beta m_{t-1} + g_t and theta <- theta - lr_t m_t: w_{t,s} = beta^(t-s), cut off after W
+    steps. As in `torch.optim.SGD` there is no factor 1 - beta: with a gradient that lasts, a step is
+    1/(1 - beta) times as long as sgd's.
 
     Attributes:
-      momentum: beta in [0, 1).
+      name: of `UPDATE_RULES`.
+      momentum: beta in [0, 1); sgd has none.
       window: W >= 1. None takes the smallest W with beta^W <= 1e-2: what is cut off is at most 1 %
         of the weight, and W is 44 for beta = 0.9.
-    """
-
-    momentum: float = 0.9
-    window: int | None = None
-
-    name: ClassVar[str] = "momentum"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "momentum", float(self.momentum))
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum={self.momentum} must be at least 0 and below 1.")
-        if self.window is None:
-            object.__setattr__(self, "window", default_window(self.momentum))
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(
-                f"update_window={self.window!r} must be an integer of at least 1, or None for the "
-                "smallest that leaves out weights of at most 1 %."
-            )
-
-    @property
-    def length(self) -> int:
-        """Returns W, the number of releases in the window."""
-        assert self.window is not None
-        return self.window
-
-    def weights(self, count: int) -> list[float]:
-        """beta^(count - 1), ..., beta, 1, each the one after it times beta."""
-        powers = [1.0]
-        while len(powers) < count:
-            powers.append(powers[-1] * self.momentum)
-        return powers[::-1]
-
-
-UPDATE_RULES: dict[str, type[UpdateRule]] = {rule.name: rule for rule in (SGD, Momentum)}
-
-
-def make_update_rule(name: str, momentum: float = 0.9, window: int | None = None) -> UpdateRule:
-    """The rule of that name; sgd takes neither setting.
-
-    Args:
-      name: a key of `UPDATE_RULES`.
-      momentum: beta of `momentum`, in [0, 1).
-      window: W >= 1; None for the smallest with momentum^W <= 1e-2.
-
-    Returns:
-      The rule.
 
     Raises:
       ValueError: an unknown name, or a setting out of range.
 
-    >>> make_update_rule("momentum").to_dict()
-    {'name': 'momentum', 'momentum': 0.9, 'window': 44}
+    >>> UpdateRule("momentum").to_dict(), UpdateRule().to_dict()
+    ({'name': 'momentum', 'momentum': 0.9, 'window': 44}, {'name': 'sgd'})
     """
-    settings = {} if name == SGD.name else {"momentum": momentum, "window": window}
-    return update_rule_from_dict({"name": name, **settings})
 
+    name: str = "sgd"
+    momentum: float = 0.9
+    window: int | None = None
 
-def update_rule_from_dict(values: Mapping[str, Any]) -> UpdateRule:
-    """Inverse of `to_dict`; an unknown name and unknown keys are errors.
+    def __post_init__(self) -> None:
+        if self.name not in UPDATE_RULES:
+            raise ValueError(
+                f"update_rule={self.name!r} is unknown; use one of {', '.join(UPDATE_RULES)}."
+            )
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum={self.momentum} must be at least 0 and below 1.")
+        window = default_window(self.momentum) if self.window is None else self.window
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(
+                f"update_window={window!r} must be an integer of at least 1, or None for the "
+                "smallest that leaves out weights of at most 1 %."
+            )
+        # equal updates make equal rules, and equal headers: 0 and 0.0 are one beta
+        beta, window = (0.0, 1) if self.name == "sgd" else (float(self.momentum), window)
+        object.__setattr__(self, "momentum", beta)
+        object.__setattr__(self, "window", window)
 
-    >>> update_rule_from_dict({"name": "sgd"})
-    SGD()
-    """
-    settings = dict(values)
-    name = settings.pop("name", None)
-    if name not in UPDATE_RULES:
-        raise ValueError(f"update_rule={name!r} is unknown; use one of {', '.join(UPDATE_RULES)}.")
-    known = {field.name for field in dataclasses.fields(UPDATE_RULES[name])}
-    if unknown := sorted(set(settings) - known):
-        raise ValueError(f"update_rule {name} has no {unknown}; it has {sorted(known)}.")
-    return UPDATE_RULES[name](**settings)
+    def weights(self, step: int) -> list[float]:
+        """w_{t,t}, w_{t,t-1}, ... of step t: 1, beta, beta^2, ...; min(t + 1, W) of them.
+
+        Each is the one before it times beta, since powers differ between machines.
+        """
+        assert self.window is not None
+        powers = [1.0]
+        while len(powers) < min(step + 1, self.window):
+            powers.append(powers[-1] * self.momentum)
+        return powers
+
+    def to_dict(self) -> dict[str, str | float | None]:
+        """Returns the fields that count, JSON-safe, for the header."""
+        return {"name": "sgd"} if self.name == "sgd" else dataclasses.asdict(self)
 
 
 def default_window(momentum: float) -> int:
@@ -188,9 +135,8 @@ def update_terms(
     Returns:
       All K terms of step t, and those of the W - 1 steps before that are not zero.
     """
-    weights = rule.weights(min(step + 1, rule.length))
     rate, terms = -releases[step].learning_rate, []
-    for age, weight in enumerate(reversed(weights)):
+    for age, weight in enumerate(rule.weights(step)):
         for query, value in enumerate(releases[step - age].values[:num_directions]):
             coefficient = rate * (weight * value)
             if coefficient or age == 0:
@@ -209,8 +155,8 @@ def terms_of(trajectory: Trajectory, step: int) -> list[Term]:
             f"step {step} has no update: the last release is of {trajectory.next_step - 1}."
         )
     try:
-        rule = update_rule_from_dict(trajectory.header["update_rule"])
-    except ValueError as error:
+        rule = UpdateRule(**trajectory.header["update_rule"])
+    except (TypeError, ValueError) as error:
         raise LedgerError(f"the header's {error}") from None
     return update_terms(rule, trajectory.num_directions, trajectory.releases, step)
 
@@ -249,7 +195,7 @@ def directions_of(step: int, header: Mapping[str, Any]) -> list[Direction]:
 
 def held_for(header: Mapping[str, Any]) -> int:
     """Steps that share their directions; 1 where a header says nothing."""
-    return int(header["hold_direction_for"]) if "hold_direction_for" in header else 1
+    return int(header.get("hold_direction_for", 1))
 
 
 def apply_release(
@@ -266,11 +212,10 @@ def apply_release(
       release: of the step whose update is made.
       defer: as in `ParameterSpace.step_`.
     """
-    header = trajectory.header
-    terms, hold = terms_of(trajectory, release.step), held_for(header)
+    header, hold = trajectory.header, held_for(trajectory.header)
     key, decay = int(header["direction_key"], 16), release.learning_rate * header["weight_decay"]
     update: dict[Direction, float] = {}
-    for term in terms:  # steps that share a direction add up along it
+    for term in terms_of(trajectory, release.step):  # steps that share a direction add up along it
         direction = Direction(key, term.step // hold, term.query)
         update[direction] = update.get(direction, 0.0) + term.coefficient
     ages = None if hold == 1 else [release.step - hold * u.step for u in update]

@@ -91,12 +91,13 @@ class Trajectory:
                 f"{FORMAT!r} version {VERSION}: another release of hf_dpzero wrote it, whose directions "
                 "have other numbers; use that release."
             )
-        self.path = path
+        self.path: Path | None = None
         self._lock: IO[bytes] | None = None
         self._size = 0
         self.releases: list[Release] = []
         for release in releases:
-            self._remember(release)
+            self.append(release)
+        self.path = path
 
     @classmethod
     def create(cls, path: str | os.PathLike, header: Mapping[str, Any]) -> Trajectory:
@@ -196,7 +197,7 @@ class Trajectory:
                     "restore the file from a copy. What was spent after that step is unknown."
                 )
             step, learning_rate, *values = trajectory._record.unpack(record)
-            trajectory._remember(Release(step, tuple(values), learning_rate))
+            trajectory.append(Release(step, tuple(values), learning_rate))
         return trajectory, len(raw) - len(body) + whole
 
     def _refuse_other(self, header: Mapping[str, Any], path: Path) -> None:
@@ -279,10 +280,6 @@ class Trajectory:
                     "the folder back as it was, then resume (resume_from_checkpoint=True)."
                 ) from error
             self._size += len(record)
-        self.releases.append(release)
-
-    def _remember(self, release: Release) -> None:
-        self._refuse_misfit(release)
         self.releases.append(release)
 
     def _refuse_misfit(self, release: Release) -> None:

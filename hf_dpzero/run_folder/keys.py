@@ -73,9 +73,10 @@ class RunKeys(NamedTuple):
         return f"RunKeys(file={str(self.file)!r})"  # the keys are secret
 
     def forget(self) -> None:
-        """Removes the file, on rank 0."""
+        """Removes the file, on rank 0, and what a crash may have left of its drafts."""
         if self.file is not None and collectives.is_main():
-            self.file.unlink(missing_ok=True)
+            for path in self.file.parent.glob(f"*{FILE}*"):
+                path.unlink()
 
 
 def draw_sampler_key(given: str | None = None) -> bytes:

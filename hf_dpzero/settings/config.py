@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from hf_dpzero.ledger.replay import UpdateRule, make_update_rule
+from hf_dpzero.ledger.replay import UpdateRule
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.settings import hf_arguments
@@ -287,7 +287,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         return {**settings, "update_rule": self._update_rule().to_dict()}
 
     def _update_rule(self) -> UpdateRule:
-        return make_update_rule(self.update_rule, self.momentum, self.update_window)
+        return UpdateRule(self.update_rule, self.momentum, self.update_window)
 
     @property
     def optim_name(self) -> str:

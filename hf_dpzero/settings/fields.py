@@ -274,7 +274,7 @@ class OwnFields:
     update_rule: str = setting(
         "sgd",
         "optimiser on the released scalars: sgd or momentum",
-        tuple(UPDATE_RULES),
+        UPDATE_RULES,
         privacy="nothing: a function of what was released",
         time="momentum follows W K directions in each update instead of K",
     )

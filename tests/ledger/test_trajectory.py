@@ -22,7 +22,13 @@ from whole_directions import direction_vector
 from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.replay import apply_release, directions_of, replay, space_from_header
+from hf_dpzero.ledger.replay import (
+    UpdateRule,
+    apply_release,
+    directions_of,
+    replay,
+    space_from_header,
+)
 from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
@@ -333,9 +339,9 @@ def test_releases_that_do_not_fit_are_refused_before_writing(tmp_path: Path, rel
 # ---------------------------------------------------------------- replay
 
 
-def train(model: nn.Module, header: dict[str, object], steps: int) -> Trajectory:
-    """What the trainer does, without data: perturb, release, update."""
-    trajectory = Trajectory(header)
+def train(model: nn.Module, header: dict[str, object], steps: int) -> tuple[Trajectory, list[str]]:
+    """What the trainer does, without data: perturb, release, update; and the digest after each step."""
+    trajectory, digests = Trajectory(header), []
     space = space_from_header(model, header)
     space.snap_()
     for step in range(steps):
@@ -344,40 +350,34 @@ def train(model: nn.Module, header: dict[str, object], steps: int) -> Trajectory
             space.move_to_(((direction, -header["smoothing"]),))
         trajectory.append(release_at(step, trajectory.num_values))
         apply_release(space, trajectory, trajectory.releases[-1])
-    return trajectory
+        digests.append(digest_model(model))
+    return trajectory, digests
 
 
+@pytest.mark.parametrize("rule", [UpdateRule(), UpdateRule("momentum", 0.8, 5)])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_replay_is_bit_exact(tmp_path: Path, distribution: str):
-    """From memory, from the ledger and from the shipping form; a record may hold more than K values."""
+def test_replay_is_bit_exact(tmp_path: Path, distribution: str, rule: UpdateRule):
+    """From both forms, to the end or up to a step; a record may hold more than K values."""
     model = Explicit()
-    header = header_for(model, direction=distribution, num_directions=3, num_values=4)
-    trajectory = train(model, header, 20)
+    header = header_for(
+        model, direction=distribution, num_directions=3, num_values=4, update_rule=rule.to_dict()
+    )
+    trajectory, digests = train(model, header, 20)
     on_disk = Trajectory.create(tmp_path / "t.ledger", header)
     for release in trajectory.releases:
         on_disk.append(release)
     trajectory.to_safetensors(tmp_path / "t.safetensors")
-    forms = (Trajectory.load(tmp_path / name) for name in ("t.ledger", "t.safetensors"))
-    for form in (trajectory, *forms):
+    for name, upto in (("t.ledger", None), ("t.safetensors", None), ("t.ledger", 7)):
         base = Explicit().requires_grad_(False)  # the header says what trains
-        replay(base, form)
-        assert digest_model(base) == digest_model(model) != header["base_model_digest"]
+        replay(base, Trajectory.load(tmp_path / name), upto)
+        found = digests[(upto or 20) - 1]
+        assert digest_model(base) == found != header["base_model_digest"]
         assert [n for n, p in base.named_parameters() if p.requires_grad] == header["trainable"]
-
-
-def test_replay_up_to_a_step():
-    half, whole = Explicit(), Explicit()
-    header = header_for(half)
-    train(half, header, 7)
-    trajectory = train(whole, header, 20)
-    base = Explicit()
-    replay(base, trajectory, upto=7)
-    assert digest_model(base) == digest_model(half)
 
 
 def test_another_base_model_is_refused():
     model = Explicit()
-    trajectory = train(model, header_for(model), 3)
+    trajectory, _ = train(model, header_for(model), 3)
     other = Explicit()
     other.frozen.data[0] += 1  # frozen weights count as well
     before = digest_model(other)
