@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
@@ -45,23 +46,14 @@ def check_rows(dataset: Any) -> None:
     Raises:
       ValueError: a stream, a dictionary of data sets, a name or a table of pandas.
     """
-    if dataset is None:
-        return
-    if isinstance(dataset, str):
-        raise ValueError(f"train_dataset={dataset!r} is a text: load the rows, load_dataset(...).")
-    if hasattr(dataset, "iloc"):
+    by_name = isinstance(dataset, (str, Mapping)) or hasattr(dataset, "iloc")
+    by_number = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
+    if dataset is not None and (by_name or not by_number):
         raise ValueError(
-            "train_dataset is a pandas DataFrame: make it rows, datasets.Dataset.from_pandas(frame)."
-        )
-    if isinstance(dataset, Mapping):
-        raise ValueError(
-            f"train_dataset={type(dataset).__name__} holds the data sets {sorted(dataset)}: pass one of "
-            "them, data['train'] say."
-        )
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise ValueError(
-            f"train_dataset is a {type(dataset).__name__} without length or random access: a "
-            "streamed data set cannot be sampled as the plan accounts; load it as a map-style one."
+            f"train_dataset is a {type(dataset).__name__}, which has no rows by number: of a name or a "
+            "dictionary of data sets pass load_dataset(...)['train'], of a table of pandas "
+            "datasets.Dataset.from_pandas(frame), and a map-style data set in place of a stream, which "
+            "cannot be sampled as the plan accounts."
         )
 
 
@@ -76,8 +68,8 @@ def check_draws(collator: Any, dataset: Any) -> None:
     """
     held = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     for name, given in (("data_collator", collator), ("train_dataset", dataset)):
-        cells = {n: c.cell_contents for n, c in _cells(given)}
-        for attribute, value in {**getattr(given, "__dict__", {}), **cells}.items():
+        closed = inspect.getclosurevars(given).nonlocals if inspect.isfunction(given) else {}
+        for attribute, value in {**getattr(given, "__dict__", {}), **closed}.items():
             seeded = attribute == "seed" and value is not None and name == "data_collator"
             if isinstance(value, held) or seeded:
                 raise ValueError(
@@ -85,12 +77,6 @@ def check_draws(collator: Any, dataset: Any) -> None:
                     "so what a row becomes follows from how many rows it saw before: leave it out. The "
                     "global generators are secret here, and fresh for each row."
                 )
-
-
-def _cells(function: Any) -> list[tuple[str, Any]]:
-    """Names and cells of what a function closes over."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return list(zip(code.co_freevars, cells, strict=True)) if code and cells else []
 
 
 def check_all_kept(given: Any, prepared: Any) -> None:
@@ -240,9 +226,15 @@ def check_lengths(run: Run) -> None:
     Raises:
       ValueError: says how rows are cut.
     """
-    most, longest = positions(run.model), _longest(run.dataset)
-    if most is None or longest is None:
+    most, data = positions(run.model), run.dataset
+    if most is None or not isinstance(data, datasets.Dataset) or data.format["type"] == "custom":
+        return  # a transform makes the rows
+    if "input_ids" not in data.column_names:
         return
+    column = data.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        return
+    longest = int(pc.list_value_length(column).to_numpy(zero_copy_only=False).argmax())
     ids = run.rows.collate_each([longest])[0].get("input_ids")
     if ids is not None and ids.shape[-1] > most:
         raise ValueError(
@@ -250,16 +242,3 @@ def check_lengths(run: Run) -> None:
             "stop the run when it is drawn: cut rows (truncation=True and max_length of the tokenizer; "
             "max_length for rows of text), or leave long ones out."
         )
-
-
-def _longest(dataset: Any) -> int | None:
-    """The row with most stored tokens; None where they are not stored as flat lists."""
-    if not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
-        return None
-    if dataset.format["type"] == "custom" or not len(dataset):  # a transform makes the rows
-        return None
-    column = dataset.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-        return None
-    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    return int(lengths.argmax())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer
 from transformers.utils import logging
 
 from hf_dpzero.objectives.losses import PerExampleLoss
@@ -31,43 +29,22 @@ _LOSS = (
 )
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a trainer has of its user, when it is made or when it trains.
-
-    Attributes:
-      kind: its class.
-      args: its settings.
-      per_example_loss: that training uses, or None.
-      compute_loss: whether one was set on the trainer itself.
-      compute_loss_func: as in Trainer.
-      optimizer: an optimizer or its class, or None; as the scheduler, of a run that has not begun.
-      scheduler: of learning rates, or None.
-      callbacks: all of the trainer's.
-    """
-
-    kind: type
-    args: DPZeroConfig
-    per_example_loss: PerExampleLoss | None
-    compute_loss: bool
-    compute_loss_func: object
-    optimizer: object
-    scheduler: LRScheduler | None
-    callbacks: Sequence[object]
-
-
-def warn_of_unused(given: Given) -> None:
+def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
     """Names in one warning what training does not use.
 
     A learning-rate scheduler in `optimizers=(None, scheduler)` is honoured in zeroth-order runs, and an
     overridden `create_scheduler` in all: learning rates are public.
 
+    Args:
+      trainer: with its settings.
+      loss: `compute_per_example_loss`, or None.
+
     Raises:
       ValueError: a method that the accounting rests on is overridden; says what to use instead.
     """
-    args, unused = given.args, []
+    args, kind, unused = trainer.args, type(trainer), []
     for name, instead in INSTEAD.items():
-        owner, above = overriding(given.kind, name)
+        owner, above = overriding(kind, name)
         if owner and above:
             raise ValueError(
                 f"{owner.__name__}.{name} replaces what the accounting rests on, or is never called: "
@@ -75,31 +52,43 @@ def warn_of_unused(given: Given) -> None:
             )
         if owner:
             unused.append(f"{owner.__name__}.{name} ({instead})")
-    if given.per_example_loss is not None and args.label_smoothing_factor:
+    if loss is not None and args.label_smoothing_factor:
         unused.append(
             f"label_smoothing_factor={args.label_smoothing_factor} (compute_per_example_loss is what is "
             "trained on)"
         )
-    generates = issubclass(given.kind, Seq2SeqTrainer)
-    if getattr(args, "predict_with_generate", False) and not generates:
+    generates = getattr(args, "predict_with_generate", False)
+    if generates and not isinstance(trainer, Seq2SeqTrainer):
         unused.append("predict_with_generate=True (it is for a Seq2SeqTrainer)")
     if unused:
-        logger.warning(f"not used by {given.kind.__name__}: {'; '.join(unused)}.")
+        logger.warning(f"not used by {kind.__name__}: {'; '.join(unused)}.")
 
 
-def refuse_overrides(given: Given) -> None:
-    """Refuses what would break the accounting.
+def refuse_overrides(trainer: Trainer, loss: PerExampleLoss | None, begun: bool) -> None:
+    """Refuses what would break the accounting, when a trainer is made and when it trains.
+
+    In between fields, a loss or an optimizer can be set.
+
+    Args:
+      trainer: with its settings.
+      loss: `compute_per_example_loss`, or None.
+      begun: whether optimizer and scheduler are those of a run of this package.
 
     Raises:
       ValueError: says what to use instead.
     """
-    # Asked again when training begins: fields, a loss or an optimizer can be set in between.
-    refuse_fields(given.args)
-    _check_losses(given)
-    _check_optimizers(given)
-    evaluation = getattr(given.args.eval_strategy, "value", given.args.eval_strategy)
-    best = given.args.metric_for_best_model
-    stops = any(isinstance(callback, EarlyStoppingCallback) for callback in given.callbacks)
+    args = trainer.args
+    assert isinstance(args, DPZeroConfig)
+    refuse_fields(args)
+    if loss is None:
+        _check_losses(trainer)
+    if not begun:
+        optimizer = trainer.optimizer or (trainer.optimizer_cls_and_kwargs or (None,))[0]
+        _check_optimizers(args, optimizer, trainer.lr_scheduler)
+    evaluation = getattr(args.eval_strategy, "value", args.eval_strategy)
+    best = args.metric_for_best_model
+    callbacks = trainer.callback_handler.callbacks
+    stops = any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks)
     if stops and (evaluation == "no" or not best):
         raise ValueError(
             f"EarlyStoppingCallback with metric_for_best_model={best!r} and "
@@ -107,19 +96,18 @@ def refuse_overrides(given: Given) -> None:
         )
 
 
-def _check_losses(given: Given) -> None:
+def _check_losses(trainer: Trainer) -> None:
     """Refuses a loss of its own that a run would not train on; evaluation may have one beside it."""
-    if given.per_example_loss is not None:
-        return
-    owner, _ = (given.kind, True) if given.compute_loss else overriding(given.kind, "compute_loss")
+    kind = type(trainer)
+    owner = kind if "compute_loss" in vars(trainer) else overriding(kind, "compute_loss")[0]
     if owner and (owner.__module__.split(".")[0], owner.__name__) == ("trl", "SFTTrainer"):
-        loss = getattr(given.args, "loss_type", "nll")
+        loss = getattr(trainer.args, "loss_type", "nll")
         if loss not in ("nll", "chunked_nll"):
             raise ValueError(
                 f"loss_type={loss!r} would not be trained on: leave it at 'nll', or {_LOSS}."
             )
         owner = None  # the objective of causal language models is its default loss
-    if owner or given.compute_loss_func:
+    if owner or trainer.compute_loss_func:
         raise ValueError(
             f"{f'{owner.__name__}.compute_loss' if owner else 'compute_loss_func'} returns one number "
             "for a batch, and a step needs each example's loss, so it would not be trained on: "
@@ -127,8 +115,8 @@ def _check_losses(given: Given) -> None:
         )
 
 
-def _check_optimizers(given: Given) -> None:
-    method, optimizer, scheduler = given.args.method, given.optimizer, given.scheduler
+def _check_optimizers(args: DPZeroConfig, optimizer: object, scheduler: LRScheduler | None) -> None:
+    method = args.method
     if optimizer is not None:
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise ValueError(
@@ -138,7 +126,7 @@ def _check_optimizers(given: Given) -> None:
         )
     if scheduler is None:
         return
-    if given.args.first_order:
+    if args.first_order:
         raise ValueError(
             f"a scheduler in optimizers= with method={method!r} sets the rates of an optimizer that is "
             "not the run's: set lr_scheduler_type, or override create_scheduler."
@@ -150,20 +138,20 @@ def _check_optimizers(given: Given) -> None:
         )
 
 
-def overriding(trainer: type, name: str) -> tuple[type | None, bool]:
+def overriding(kind: type, name: str) -> tuple[type | None, bool]:
     """The class outside hf_dpzero and transformers that defines a method.
 
     Args:
-      trainer: a class of trainers.
+      kind: a class of trainers.
       name: of the method.
 
     Returns:
       The first such class, or None; and whether it stands before all classes of hf_dpzero, so
       that its method is the one that runs.
     """
-    packages = [parent.__module__.split(".")[0] for parent in trainer.__mro__]
+    packages = [parent.__module__.split(".")[0] for parent in kind.__mro__]
     ours = packages.index("hf_dpzero") if "hf_dpzero" in packages else len(packages)
-    for place, (parent, package) in enumerate(zip(trainer.__mro__, packages, strict=True)):
+    for place, (parent, package) in enumerate(zip(kind.__mro__, packages, strict=True)):
         if package not in ("hf_dpzero", "transformers") and name in vars(parent):
             return parent, place < ours
     return None, False

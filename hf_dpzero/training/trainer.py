@@ -18,7 +18,7 @@ from transformers.utils import logging
 from hf_dpzero.batches.logical_batch import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks.model import SavedBesides, check_placement
-from hf_dpzero.checks.overrides import Given, refuse_overrides, warn_of_unused
+from hf_dpzero.checks.overrides import refuse_overrides, warn_of_unused
 from hf_dpzero.checks.processes import check_agreement, check_weights
 from hf_dpzero.estimators.arithmetic import unwrapped
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -132,8 +132,8 @@ class DPZeroMixin(PublishingTrainer):
             self.shards, self.is_fsdp_enabled = True, False
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = own_loss
-        refuse_overrides(self._given())
-        warn_of_unused(self._given())
+        refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
+        warn_of_unused(self, self.per_example_loss)
         seed = args.testing.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self._method_state: Mapping[str, Any] | None = None
@@ -147,20 +147,6 @@ class DPZeroMixin(PublishingTrainer):
         self._termination = termination.TerminationCallback()
         self._banner = progress.RunCallback()
         self.callback_handler.callbacks[:0] = [self._termination, self._banner, self.watch]
-
-    def _given(self) -> Given:
-        begun = self.trajectory is not None  # then optimizer and scheduler are that run's
-        optimizer = self.optimizer or (self.optimizer_cls_and_kwargs or (None,))[0]
-        return Given(
-            kind=type(self),
-            args=self.args,
-            per_example_loss=self.per_example_loss,
-            compute_loss="compute_loss" in vars(self),
-            compute_loss_func=self.compute_loss_func,
-            optimizer=None if begun else optimizer,
-            scheduler=None if begun else self.lr_scheduler,
-            callbacks=self.callback_handler.callbacks,
-        )
 
     # ------------------------------------------------------------------ the run
 
@@ -279,7 +265,7 @@ class DPZeroMixin(PublishingTrainer):
         """
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
-        refuse_overrides(self._given())
+        refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
         collectives.connect(float(self.args.ddp_timeout))
         if self.trajectory is None:
             self._given_scheduler = self.lr_scheduler

@@ -112,7 +112,7 @@ def given(tmp_path: Path, **arguments: Any) -> DPZeroTrainer:
     [
         ({"model": BertForSequenceClassification}, "model is BertForSequenceClassification: pass"),
         ({"model": {"a": 1}}, "model is a dict"),
-        ({"train_dataset": "rows.csv"}, "train_dataset='rows.csv' is a text"),
+        ({"train_dataset": "rows.csv"}, "train_dataset is a str"),
         ({"train_dataset": pandas.DataFrame({"a": [1]})}, "from_pandas"),
         ({"eval_dataset": "rows.csv"}, "eval_dataset='rows.csv'.*load_dataset"),
         ({"processing_class": "bert"}, "processing_class='bert'.*from_pretrained"),

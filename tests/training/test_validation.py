@@ -52,8 +52,9 @@ def test_num_examples_counts():
     [
         (None, "train_dataset is None"),
         (Rows(0), "train_dataset is empty"),
-        (iter([1, 2]), "without length or random access.*map-style"),
-        ({1, 2}, "a set without length or random access"),
+        (iter([1, 2]), "a list_iterator.*no rows by number.*map-style"),
+        ({"train": [1]}, r"a dict, .*\['train'\]"),
+        ({1, 2}, "a set, which has no rows by number"),
     ],
 )
 def test_data_without_a_size_is_refused(dataset: Any, message: str):
