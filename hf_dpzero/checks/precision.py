@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from hf_dpzero.estimators.offload import execution_devices
 from hf_dpzero.estimators.per_example_gradients import rounds_products
 from hf_dpzero.ledger.digests import is_packed
-from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.trainable import quantised_kind
 
 if TYPE_CHECKING:
@@ -59,23 +59,6 @@ def keep_layout_(model: nn.Module) -> None:
         layer.support_avx512bf16_for_cpu = False
         if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
             layer.state_dict()
-
-
-def refuse_compiled(model: nn.Module, method: str) -> None:
-    """Refuses compiled models for methods whose hooks must see every layer.
-
-    Args:
-      model: to be trained.
-      method: of the configuration, for the message.
-
-    Raises:
-      ValueError: the model is compiled.
-    """
-    if is_compiled(model):
-        raise ValueError(
-            f"method={method!r} takes per-example gradients by hooks, which compiled code does not "
-            "call: turn torch_compile off, or use method='dpzero'."
-        )
 
 
 def check_precision(model: nn.Module, args: DPZeroConfig) -> None:
@@ -130,7 +113,9 @@ def low_precision_of(model: nn.Module) -> str | None:
     """
     if rounds_products():
         return PRODUCTS
-    if torch.backends.cudnn.allow_tf32 and _convolves_on_cuda(model):
+    convolutions = (m for m in model.modules() if "Conv" in type(m).__name__)
+    devices = itertools.chain.from_iterable(map(execution_devices, convolutions))
+    if torch.backends.cudnn.allow_tf32 and any(device.type == "cuda" for device in devices):
         return "convolutions in TF32 (torch.backends.cudnn.allow_tf32)"
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
@@ -140,9 +125,8 @@ def low_precision_of(model: nn.Module) -> str | None:
             return f"quantised parameters ({name}: {kind})"
     for name, buffer in model.named_buffers():
         half = buffer.is_floating_point() and buffer.element_size() < 4
-        subclass = type(buffer.data) is not Tensor
-        if half or subclass or is_packed(buffer):
-            kind = f"{type(buffer.data).__name__}, " * subclass + str(buffer.dtype)
+        if half or type(buffer.data) is not Tensor or is_packed(buffer):
+            kind = f"{type(buffer.data).__name__}, {buffer.dtype}"
             return f"buffers of low precision, as quantised layers have ({name}: {kind})"
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
@@ -154,39 +138,22 @@ def low_precision_of(model: nn.Module) -> str | None:
 _BY_WEIGHTS = ("gptq", "awq", "hqq", "eetq", "aqlm", "spqr", "vptq", "higgs", "bitnet")
 """Quantisations of weights alone, or of each token's activations by that token's own range."""
 
-
-_EXPERTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "num_routed_experts",
-    "n_experts",
-)
+_EXPERTS = re.compile("(num|n)(_local|_routed)?_experts")
 _GLOBAL = ("LongformerSelfAttention", "LEDEncoderSelfAttention")
-
-
 _LOOKS_AT_ALL = re.compile(r"(isinf|isfinite|isnan)\([^\n]*\)\.(any|all)\(")
 
 
-def _clamps_by_other_rows(module: nn.Module, half: bool) -> bool:
+@functools.cache  # models repeat their layers, and reading one takes 0.1 ms
+def _clamps_by_other_rows(forward: Callable[..., object], half: bool) -> bool:
     """Whether a forward's text asks whether any value of the batch overflowed, as T5's and BART's do.
 
     They then clamp every row, so a row close to float16's largest number follows from its neighbours.
     """
-    text = _text_of(type(module).forward)
-    return bool(_LOOKS_AT_ALL.search(text)) and (half or "float16" not in text)
-
-
-@functools.lru_cache(maxsize=1024)  # models repeat their layers, and reading one takes 0.1 ms
-def _text_of(function: Any) -> str:
     try:
-        return inspect.getsource(function)
+        text = inspect.getsource(forward)
     except (OSError, TypeError):  # no text, such as of compiled modules
-        return ""
-
-
-def _is_several(count: Any) -> bool:
-    return isinstance(count, int) and count > 1
+        return False
+    return bool(_LOOKS_AT_ALL.search(text)) and (half or "float16" not in text)
 
 
 def couples_values(model: nn.Module) -> str:
@@ -208,9 +175,10 @@ def couples_values(model: nn.Module) -> str:
     known, half = False, any(p.dtype == torch.float16 for p in model.parameters())
     for name, module in model.named_modules():
         where = name or "the model"
-        if any(_is_several(getattr(module, count, None)) for count in _EXPERTS):
+        counts = [n for name, n in vars(module).items() if _EXPERTS.fullmatch(name)]
+        if any(isinstance(count, int) and count > 1 for count in counts):
             return f"{where} routes tokens to experts, whose products are as large as all rows make them"
-        if _clamps_by_other_rows(module, half):
+        if _clamps_by_other_rows(type(module).forward, half):
             return f"{where} clamps all rows of a batch where one of them overflows"
         if type(module).__name__ in _GLOBAL:
             return f"{where} has global attention as wide as the row with most of it"
@@ -249,11 +217,3 @@ def _unknown_storage(model: nn.Module) -> str:
                 f"{name} looks like packed weights, and nothing says how activations are quantised"
             )
     return ""
-
-
-def _convolves_on_cuda(model: nn.Module) -> bool:
-    return any(
-        "Conv" in type(module).__name__
-        and any(device.type == "cuda" for device in execution_devices(module))
-        for module in model.modules()
-    )

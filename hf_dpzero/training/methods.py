@@ -20,7 +20,7 @@ from hf_dpzero.batches.placement import bucket
 from hf_dpzero.batches.shapes import PassShapes, stacked
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
 from hf_dpzero.checks.passes import blank_microbatch, invented_rows, smallest_clip_and_scale
-from hf_dpzero.checks.precision import low_precision, refuse_compiled
+from hf_dpzero.checks.precision import low_precision
 from hf_dpzero.checks.processes import check_strategy, check_weights
 from hf_dpzero.checks.public_rows import (
     check_differences,
@@ -226,7 +226,11 @@ class FirstOrderMethod:
         if args.not_private or args.clipping == "averaged":
             plain = PlainGradients(model, objective)
             return GroupMeans(plain) if args.clipping == "averaged" else plain
-        refuse_compiled(model, args.method)
+        if is_compiled(model):
+            raise ValueError(
+                f"method={args.method!r} takes per-example gradients by hooks, which compiled code does "
+                "not call: turn torch_compile off, or use method='dpzero'."
+            )
         gradients = per_example_gradients(
             model,
             objective,

@@ -511,12 +511,15 @@ def packed(*shape: int, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (packed(2, 2, dtype=torch.int32), r"1\.qweight: torch\.int32"),  # GPTQ, AWQ
-        (packed(2, 2, dtype=torch.uint8), r"1\.qweight: torch\.uint8"),  # BitNet
-        (packed(2, 2, dtype=torch.int8), r"1\.qweight: torch\.int8"),  # EETQ
-        (packed(2, 2, dtype=torch.float8_e4m3fn), r"1\.qweight: torch\.float8"),
-        (packed(2, dtype=torch.bfloat16), r"1\.qweight: torch\.bfloat16"),  # scales, one a row
-        (packed(2, 2, dtype=torch.float16), r"1\.qweight: torch\.float16"),
+        (packed(2, 2, dtype=torch.int32), r"1\.qweight: Tensor, torch\.int32"),  # GPTQ, AWQ
+        (packed(2, 2, dtype=torch.uint8), r"1\.qweight: Tensor, torch\.uint8"),  # BitNet
+        (packed(2, 2, dtype=torch.int8), r"1\.qweight: Tensor, torch\.int8"),  # EETQ
+        (packed(2, 2, dtype=torch.float8_e4m3fn), r"1\.qweight: Tensor, torch\.float8"),
+        (
+            packed(2, dtype=torch.bfloat16),
+            r"1\.qweight: Tensor, torch\.bfloat16",
+        ),  # scales, one a row
+        (packed(2, 2, dtype=torch.float16), r"1\.qweight: Tensor, torch\.float16"),
         (narrow_buffer, r"1\.qweight: Narrow"),
         (frozen_narrow, r"weight: Narrow, torch\.float32"),
         (configured, "quantization_config"),
