@@ -6,11 +6,14 @@ their weights would drift apart in silence: only sums are exchanged.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 import random
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +23,11 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.random_state import drawing_from, isolated_randomness
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import evaluation_mode, num_examples
-from hf_dpzero.parallel.agreement import (
-    STATED,
-    checksum,
-    compare,
-    digest_of,
-    machine,
-    number_of,
-    source_digest,
-)
 from hf_dpzero.parallel.collectives import (
+    STATED,
     RankError,
     active,
+    compare,
     differing,
     gather_numbers,
     gather_objects,
@@ -216,3 +212,61 @@ def _saved_buffers(model: nn.Module) -> Iterator[Tensor]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in unsaved and buffer.device.type != "meta":
                 yield local(buffer)
+
+
+@functools.cache
+def source_digest() -> str:
+    """SHA-256 (hex) of the package's Python files and their names, 2 MB: what a version alone hides."""
+    package, digest = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def digest_of(value: object) -> str:
+    """SHA-256 (hex) of a JSON-safe value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def machine(device: torch.device) -> str:
+    """What the bits of a forward pass follow from, beside the model: processor and threads."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    threads = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    return next((line for line in lines if line.startswith("model name")), "") + threads
+
+
+@torch.no_grad()
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A checksum of tensors' bits, in order: any changed bit changes it, two seldom cancel.
+
+    Sums of their 64-bit words modulo 2^64 (the last bytes apart), folded together by hashing. One pass
+    over the memory, on the tensors' device, without a copy.
+
+    Returns:
+      A signed 64-bit integer.
+    """
+    sums = [_words(tensor) for tensor in tensors]
+    digest = hashlib.blake2b(digest_size=8)
+    for total in torch.stack([s.cpu() for s in sums]).tolist() if sums else []:
+        digest.update(total.to_bytes(8, "little", signed=True))
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    each = max(1, 8 // flat.element_size())
+    if flat.storage_offset() % each:  # words must be aligned; no parameter of a model begins so
+        flat = flat.clone()
+    whole = flat.numel() // each * each
+    rest = flat[whole:].view(torch.uint8).to(torch.int64)
+    last = (rest * torch.arange(1, len(rest) + 1, device=rest.device)).sum()
+    return flat[:whole].view(torch.int64).sum() + last
+
+
+def number_of(value: object) -> int:
+    """A signed 64-bit integer of a JSON-safe value."""
+    return int.from_bytes(bytes.fromhex(digest_of(value))[:8], "little", signed=True)

@@ -1,1 +1,1 @@
-"""Several processes, and models in parts: collectives, agreement, FSDP2, offload."""
+"""Several processes, and models in parts: collectives, meshes, FSDP2, offload."""

@@ -1,4 +1,4 @@
-"""Collective operations of a run (identities in one process), and which launches are refused.
+"""Collective operations of a run (identities in one process), and comparisons of its processes.
 
 What a step sends goes through here, as tensors of a fixed size, and is counted (`sent_bytes`). Values
 that are Python objects are pickled; only starts, resumes and checkpoints send such.
@@ -12,7 +12,7 @@ and how, and ends the rest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,8 +22,6 @@ import torch.distributed as dist
 from hf_dpzero.ledger.trajectory import Release, Trajectory
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from hf_dpzero.settings.config import DPZeroConfig
 
 
@@ -81,23 +79,20 @@ def sent_bytes() -> int:
 
 
 def control_group(seconds: float = 1800.0) -> Any:
-    """The gloo group of all processes, for tensors on the CPU. Called on all of them the first time.
+    """The gloo group of all processes, for tensors on the CPU; None in one.
 
     Args:
-      seconds: that its operations may take; read in the first call. The default is Hugging Face's.
+      seconds: that its operations may take; read in the first call, which must be on all processes. The
+        default is Hugging Face's.
     """
     global _control
+    if not active():
+        return None
     world = dist.group.WORLD
     if _control[0] is not world:
         own, limit = "cpu:gloo" in str(dist.get_backend_config()), timedelta(seconds=seconds)
         _control = world, world if own else dist.new_group(backend="gloo", timeout=limit)
     return _control[1]
-
-
-def connect(seconds: float) -> None:
-    """Makes the group for tensors on the CPU, on all processes, if there are several."""
-    if active():
-        control_group(seconds)
 
 
 def _run(operation: Callable[..., Any], tensor: torch.Tensor, *given: Any, **settings: Any) -> None:
@@ -285,12 +280,6 @@ def gather_objects(value: T) -> list[T]:
     return told
 
 
-def shared_from_main(make: Callable[[], T]) -> T:
-    """Calls `make` on rank 0 only and shares the result: noise is drawn once."""
-    value = make() if is_main() else None
-    return shared(value)  # type: ignore[return-value]
-
-
 def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:
     """Calls `main` on rank 0, then `others` on the other ranks.
 
@@ -322,37 +311,46 @@ def wait() -> None:
             dist.barrier(group=control_group())
 
 
-def check_launch(accelerator: Accelerator) -> None:
-    """Refuses sharding that `accelerate launch` asks for by environment variables, but for FSDP2.
+STATED = {
+    "source": "hf_dpzero's source files (another version, or edited?): install the same package",
+    "versions": "installed versions of packages: install the same",
+    "trainable": "names of the trainable parameters: build the same model, with the same `trainable`",
+    "plan": "privacy plan: give the same settings",
+    "rows": "number of rows of train_dataset: load the same data",
+    "shapes": "shapes of forward passes, which rows of evaluation or the hardware decided: run on "
+    "machines of one kind, or set microbatch_size=1",
+    "device": "kind of processor or number of threads, and with it the last bits of an example's loss: "
+    "run on machines of one kind, with the same OMP_NUM_THREADS",
+    "weights": "weights of the model at the start: load the same checkpoint, and seed fresh heads and "
+    "adapters alike",
+    "losses": "losses of the same rows of train_dataset, bit for bit: what an example adds would follow "
+    "from which process evaluates it, and so from the other examples. Give every process the same "
+    "collator and compute_per_example_loss, on machines of one kind",
+    "strategy": "way to perturb the model, which rows of evaluation or the hardware decided: give every "
+    "process the same perturbation_strategy and eval_dataset, on machines of one kind",
+    "releases": "releases that the ledger in output_dir holds: resume from one folder that all can read",
+}
+
+
+def compare(own: Mapping[str, str]) -> None:
+    """Compares what ranks say of themselves.
+
+    Args:
+      own: of this rank: key of `STATED`, or "setting NAME" -> a short text or a digest.
 
     Raises:
-      ValueError: the accelerator does anything but plain data parallelism and FSDP2.
+      RankError: on all ranks.
     """
-    kind = str(getattr(accelerator.distributed_type, "value", ""))
-    if kind == "FSDP":
-        check_version(int(accelerator.state.fsdp_plugin.fsdp_version))
-    elif kind in ("MEGATRON_LM", "XLA", "TP"):
-        raise ValueError(
-            f"distributed_type={kind} shards or copies parameters in ways that the in-place "
-            "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process, or fsdp_version: 2 "
-            f"({FSDP2}) for a model that does not fit on one device."
-        )
-
-
-FSDP2 = "configs/accelerate/fsdp2.yaml"
-
-
-def check_version(version: int) -> None:
-    """Refuses FSDP1, which moves parameters into flat buffers of its own.
-
-    Raises:
-      ValueError: says how to use FSDP2.
-    """
-    if version != 2:
-        raise ValueError(
-            f"fsdp_version={version} keeps parameters as parts of flat buffers, which the in-place "
-            f"perturbation does not follow: set fsdp_version: 2, as in {FSDP2} (with TrainingArguments "
-            'fsdp_config={"version": 2}).'
+    told = gather_objects(dict(own))
+    keys = dict.fromkeys(key for one in told for key in one)
+    found = [
+        f"{differing(values)} in the {STATED.get(key) or f'{key}: give the same'}"
+        for key in keys
+        if len(set(values := [one.get(key, "") for one in told])) > 1
+    ]
+    if found:
+        raise RankError(
+            "the processes do not agree, and nothing was written: " + "; ".join(found) + "."
         )
 
 
@@ -374,15 +372,12 @@ def check_world(args: DPZeroConfig) -> None:
         )
 
 
-def check_single_strategy(args: DPZeroConfig, model: Any = None) -> None:
-    """Refuses FSDP1 and nn.DataParallel, where the arguments ask for them.
+def check_one_device(args: DPZeroConfig, model: object = None) -> None:
+    """Refuses nn.DataParallel, which one process with several GPUs would use.
 
     Raises:
       ValueError: says what to use instead.
     """
-    check_world(args)
-    if args.fsdp:
-        check_version(int((getattr(args, "fsdp_config", None) or {}).get("version", 2)))
     devices = set((getattr(model, "hf_device_map", None) or {}).values()) - {"cpu", "disk"}
     if args.n_gpu > 1 and len(devices) < 2:
         raise ValueError(

@@ -31,6 +31,7 @@ from hf_dpzero.reporting.weights import open_weights, saved_tensors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
     from hf_dpzero.settings.config import DPZeroConfig
 
@@ -39,6 +40,7 @@ logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
 _MARK = "_hf_dpzero_cut"
+_CONFIG = "configs/accelerate/fsdp2.yaml"
 _INSTEAD = "use plain data parallelism (MULTI_GPU, MULTI_CPU) or one process"
 
 
@@ -68,41 +70,35 @@ def uses_fsdp2(accelerator: Accelerator, model: Any, args: DPZeroConfig) -> bool
     """Whether Accelerate was told to cut the model by FSDP2; sets what a run needs of its plugin.
 
     Raises:
-      ValueError: a setting that does not go with parts of parameters, or a model that is cut already.
+      ValueError: sharding of another kind, a setting that does not go with parts of parameters, or a
+        model that others have cut: its passes may keep layers, or round them.
     """
+    kind = accelerator.distributed_type.value
+    if kind in ("MEGATRON_LM", "XLA", "TP"):
+        raise ValueError(
+            f"distributed_type={kind} shards or copies parameters in ways that the in-place "
+            "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process, or fsdp_version: 2 "
+            f"({_CONFIG}) for a model that does not fit on one device."
+        )
+    if isinstance(model, nn.Module) and is_split(model) and _MARK not in vars(model):
+        raise ValueError(
+            "the model's parameters are parts of DTensors already (fully_shard, or a model loaded in "
+            "parts): pass the whole model, and have it cut by `accelerate launch --config_file "
+            f"{_CONFIG}` or TrainingArguments(fsdp=True)."
+        )
     plugin = getattr(accelerator.state, "fsdp_plugin", None) or _plugin_on_cpus(accelerator, args)
-    check_uncut(model)
     if plugin is None:
         return False
-    if plugin.cpu_offload and type(plugin.cpu_offload).__name__ != "OffloadPolicy":
-        raise ValueError(
-            "fsdp_offload_params (cpu_offload) keeps parts in the CPU's memory, from where they are "
-            "copied while the next perturbation may already be written: set it to false, and take more "
-            "processes or a model in bfloat16."
-        )
-    collectives.check_version(plugin.fsdp_version)
-    _check_settings(args)
+    _check_settings(plugin, args)
     if plugin.reshard_after_forward is False:
         logger.info("reshard_after_forward=False has no effect: every pass is at other weights.")
     plugin.mixed_precision_policy = None  # autocast rounds, as it would in one process
     return True
 
 
-def check_uncut(model: Any) -> None:
-    """Refuses a model that others have cut: its passes may keep layers, or round them.
-
-    Raises:
-      ValueError: it is not a trainer of ours that has cut it.
-    """
-    if isinstance(model, nn.Module) and is_split(model) and _MARK not in vars(model):
-        raise ValueError(
-            "the model's parameters are parts of DTensors already (fully_shard, or a model loaded in "
-            "parts): pass the whole model, and have it cut by `accelerate launch --config_file "
-            f"{collectives.FSDP2}` or TrainingArguments(fsdp=True)."
-        )
-
-
-def _plugin_on_cpus(accelerator: Accelerator, args: DPZeroConfig) -> Any:
+def _plugin_on_cpus(
+    accelerator: Accelerator, args: DPZeroConfig
+) -> FullyShardedDataParallelPlugin | None:
     """Returns FSDP's settings where Accelerate leaves them aside: processes on CPUs."""
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not collectives.active() or not (asked or args.fsdp):
@@ -114,30 +110,43 @@ def _plugin_on_cpus(accelerator: Accelerator, args: DPZeroConfig) -> Any:
     return plugin
 
 
-def _check_settings(args: DPZeroConfig) -> None:
-    if args.first_order:
-        raise ValueError(
-            f"method={args.method!r} under FSDP: gradients of single examples are not taken of parts of "
-            f"parameters; use method='dpzero', or {_INSTEAD}."
-        )
+def _check_settings(plugin: FullyShardedDataParallelPlugin, args: DPZeroConfig) -> None:
+    offloads = plugin.cpu_offload and type(plugin.cpu_offload).__name__ != "OffloadPolicy"
     strategy = args.performance.perturbation_strategy
-    refused = {
-        "torch_compile": (args.torch_compile, True, "leave it off"),
-        "performance.perturbation_strategy": (strategy, "layerwise", "use 'whole_model'"),
-        "performance.perturbation_strategy ": (strategy, "stacked", "use 'whole_model'"),
-    }
-    for name, (value, bad, advice) in refused.items():
-        if value == bad:
-            raise ValueError(
-                f"{name.strip()}={value!r} needs whole parameters, and FSDP keeps parts of them: "
-                f"{advice}."
-            )
+    whole = "needs whole parameters, and FSDP keeps parts of them"
     even = getattr(args.accelerator_config, "even_batches", True)
-    if not even:
-        raise ValueError(
+    refused = (
+        (
+            offloads,
+            "fsdp_offload_params (cpu_offload) keeps parts in the CPU's memory, from where they are "
+            "copied while the next perturbation may already be written: set it to false, and take more "
+            "processes or a model in bfloat16.",
+        ),
+        (
+            plugin.fsdp_version != 2,
+            f"fsdp_version={plugin.fsdp_version} keeps parameters as parts of flat buffers, which the "
+            f"in-place perturbation does not follow: set fsdp_version: 2, as in {_CONFIG} (with "
+            'TrainingArguments fsdp_config={"version": 2}).',
+        ),
+        (
+            args.first_order,
+            f"method={args.method!r} under FSDP: gradients of single examples are not taken of parts of "
+            f"parameters; use method='dpzero', or {_INSTEAD}.",
+        ),
+        (args.torch_compile, f"torch_compile=True {whole}: leave it off."),
+        (
+            strategy in ("layerwise", "stacked"),
+            f"performance.perturbation_strategy={strategy!r} {whole}: use 'whole_model'.",
+        ),
+        (
+            not even,
             "accelerator_config['even_batches']=False under FSDP: processes with fewer batches of "
-            "evaluation would wait for ever; leave it at True."
-        )
+            "evaluation would wait for ever; leave it at True.",
+        ),
+    )
+    for is_refused, words in refused:
+        if is_refused:
+            raise ValueError(words)
 
 
 def is_split(model: nn.Module) -> bool:
@@ -265,8 +274,6 @@ def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
       model: cut or not.
       work: called on the first process; its error is raised on all. It must not communicate otherwise.
     """
-    if not is_split(model):
-        return collectives.shared(collectives.on_main(work, lambda: None))  # type: ignore[return-value]
     found: list[tuple[Any, Exception | None]] = []
 
     def tried() -> None:

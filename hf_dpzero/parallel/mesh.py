@@ -204,36 +204,28 @@ def choose_mesh(
     Raises:
       ValueError: as in `place_on_mesh`.
     """
-    world, asked, averaged = (
-        args.world_size,
-        args.performance.direction_parallel_size,
-        args.clipping == "averaged",
-    )
-    if asked in (None, 1) and (args.first_order or not active()):
+    world, asked = args.world_size, args.performance.direction_parallel_size
+    splits, averaged = asked not in (None, 1), args.clipping == "averaged"
+    if not splits and (args.first_order or not active()):
         return ProcessMesh(args.process_index, world)
-    if args.first_order:
-        raise ValueError(
-            f"performance.direction_parallel_size={asked} with {args.method}, which has "
-            "no directions: leave it out."
-        )
-    if asked is not None and (world % asked or asked > args.num_directions):
-        raise ValueError(
-            f"performance.direction_parallel_size={asked} with {world} processes and "
-            f"{args.num_directions} "
-            "directions: give a divisor of the number of processes, at most num_directions."
-        )
-    if sharded and asked not in (None, 1):
-        raise ValueError(
-            f"performance.direction_parallel_size={asked} under FSDP: a forward pass "
-            "gathers the parts of all "
-            "processes, which stand at one direction: leave it out."
-        )
-    if averaged and asked not in (None, 1):
-        raise ValueError(
-            f"performance.direction_parallel_size={asked} with clipping='averaged', whose "
-            "groups go to processes "
-            "whole: leave it out."
-        )
+    asked_for = asked or 1
+    refused = (
+        (args.first_order, f"with {args.method}, which has no directions: leave it out."),
+        (
+            bool(world % asked_for) or asked_for > args.num_directions,
+            f"with {world} processes and {args.num_directions} directions: give a divisor of the number "
+            "of processes, at most num_directions.",
+        ),
+        (
+            sharded,
+            "under FSDP: a forward pass gathers the parts of all processes, which stand at one "
+            "direction: leave it out.",
+        ),
+        (averaged, "with clipping='averaged', whose groups go to processes whole: leave it out."),
+    )
+    for is_refused, words in refused:
+        if splits and is_refused:
+            raise ValueError(f"performance.direction_parallel_size={asked} {words}")
     may = not averaged and not sharded and not _may_stack(args, model)
     shares = asked or direction_shares(world, args.num_directions, work, may)
     return ProcessMesh(args.process_index, world // shares, shares)

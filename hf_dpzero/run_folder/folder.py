@@ -21,9 +21,8 @@ from hf_dpzero.ledger.digests import digest_model, state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.parallel import collectives
-from hf_dpzero.parallel.agreement import compare
-from hf_dpzero.parallel.collectives import RankError
-from hf_dpzero.parallel.fsdp import is_split, on_first_of
+from hf_dpzero.parallel.collectives import RankError, compare
+from hf_dpzero.parallel.fsdp import on_first_of
 from hf_dpzero.parallel.mesh import mesh_words
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -201,14 +200,10 @@ def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> 
     """Writes the fresh head's values; a run that a crash kept from it does so when it resumes."""
 
     def write() -> None:
-        if run.args.should_save and run.plan.mechanism.replayable:
+        if run.plan.mechanism.replayable:
             write_initial_values(str(run.args.output_dir), run.model, compared, digest)
 
-    # Parts of parameters must be asked for on all processes, where the first one gathers them.
-    if is_split(run.model):
-        on_first_of(run.model, write)
-    else:
-        write()
+    on_first_of(run.model, write)
 
 
 def _set_aside(output_dir: Path) -> None:

@@ -91,9 +91,7 @@ def draw_sampler_key(given: str | None = None) -> bytes:
     Returns:
       32 bytes, the same on all ranks.
     """
-    return collectives.shared_from_main(
-        lambda: bytes.fromhex(given) if given else new_sampler_key()
-    )
+    return collectives.shared(bytes.fromhex(given) if given else new_sampler_key())
 
 
 def check_uploads(plan: PrivacyPlan, callbacks: Iterable[object]) -> None:
@@ -153,7 +151,7 @@ def open_keys(run: Run) -> RunKeys:
         return bytes.fromhex(given or stored["order"]), keys
 
     order, keys = collectives.on_main(on_main, lambda: (b"", ((0, new_noise_key()),)))
-    return RunKeys(collectives.shared_from_main(lambda: order), keys, file)
+    return RunKeys(collectives.shared(order), keys, file)
 
 
 def check_kept(run: Run, keys: RunKeys) -> None:

@@ -109,7 +109,8 @@ class DPZeroMixin(PublishingTrainer):
     ) -> None:
         args = checked_config(args)
         progress.quiet_replicas(args)
-        collectives.check_single_strategy(args, model)
+        collectives.check_world(args)
+        collectives.check_one_device(args, model)
         if settings.get("model_init") is not None:
             raise ValueError(_MODEL_INIT)
         if noise is not None and not isinstance(noise, NoiseSource):
@@ -127,7 +128,6 @@ class DPZeroMixin(PublishingTrainer):
                 select_objective(model)  # refuses a head without an objective
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
-        collectives.check_launch(self.accelerator)
         if fsdp.uses_fsdp2(self.accelerator, self.model, args):
             self.shards, self.is_fsdp_enabled = True, False
         self.refuse_private(self.eval_dataset)
@@ -266,7 +266,7 @@ class DPZeroMixin(PublishingTrainer):
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
         refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
-        collectives.connect(float(self.args.ddp_timeout))
+        collectives.control_group(float(self.args.ddp_timeout))
         if self.trajectory is None:
             self._given_scheduler = self.lr_scheduler
         run = self._new_run()

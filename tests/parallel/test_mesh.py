@@ -13,8 +13,8 @@ from tiny_texts import passes_of
 from hf_dpzero.batches.logical_batch import Rows, StepBatches, fingerprint
 from hf_dpzero.batches.placement import Placement
 from hf_dpzero.batches.shapes import PassShapes
-from hf_dpzero.parallel import agreement, collectives, mesh
-from hf_dpzero.parallel.agreement import checksum, source_digest
+from hf_dpzero.checks.processes import checksum, source_digest
+from hf_dpzero.parallel import collectives, mesh
 from hf_dpzero.parallel.collectives import RankError, differing
 from hf_dpzero.parallel.mesh import ProcessMesh, choose_mesh, direction_shares
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
@@ -179,13 +179,13 @@ def test_the_ranks_that_differ_are_those_that_differ_from_most():
 
 def test_all_that_differs_is_named_with_what_to_do(monkeypatch):
     told = [{"weights": "a", "setting clip": "x"}, {"weights": "b", "setting clip": "y"}]
-    monkeypatch.setattr(agreement, "gather_objects", lambda own: told)
+    monkeypatch.setattr(collectives, "gather_objects", lambda own: told)
     with pytest.raises(RankError, match="nothing was written") as raised:
-        agreement.compare(told[0])
+        collectives.compare(told[0])
     words = str(raised.value)
     assert "load the same checkpoint" in words and "setting clip: give the same" in words
     told[1] = told[0]
-    agreement.compare(told[0])
+    collectives.compare(told[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -205,3 +205,14 @@ def test_a_checksum_notices_every_bit(dtype, size):
 
 def test_the_source_digest_is_of_this_package():
     assert len(source_digest()) == 64 and source_digest() == source_digest()
+
+
+@pytest.mark.parametrize("known", [1, 3])
+def test_another_number_of_processes_than_the_arguments_know_of_is_refused(monkeypatch, known):
+    """Two processes that each believe to be alone would add every row up twice."""
+    collectives.check_world(SimpleNamespace(world_size=known))  # one process needs no group
+    monkeypatch.setattr(collectives, "active", lambda: True)
+    monkeypatch.setattr(collectives.dist, "get_world_size", lambda *_: 2)
+    with pytest.raises(ValueError, match=f"2 processes were started.*know of {known}.*use_cpu"):
+        collectives.check_world(SimpleNamespace(world_size=known))
+    collectives.check_world(SimpleNamespace(world_size=2))

@@ -22,7 +22,9 @@ def told_to_shard(plugin=None) -> SimpleNamespace:
         "fsdp_version": 2, "cpu_offload": None, "reshard_after_forward": True,
         "mixed_precision_policy": "bf16 copies", **(plugin or {}),
     }  # fmt: skip
-    return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(**settings)))
+    kind = SimpleNamespace(value=settings.pop("distributed_type", "FSDP"))
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(**settings))
+    return SimpleNamespace(state=state, distributed_type=kind)
 
 
 def test_a_trainer_cuts_by_itself_and_gathers_weights_as_they_are(tmp_path):
@@ -39,6 +41,7 @@ def test_a_trainer_cuts_by_itself_and_gathers_weights_as_they_are(tmp_path):
             {},
             "fsdp_version=1 .* set fsdp_version: 2, as in configs/accelerate",
         ),
+        ({"distributed_type": "TP"}, {}, "distributed_type=TP shards or copies parameters"),
         ({"cpu_offload": True}, {}, "fsdp_offload_params .* set it to false"),
         ({}, {"method": "dp-sgd"}, "method='dp-sgd' under FSDP.*use method='dpzero'"),
         ({}, {"performance.perturbation_strategy": "layerwise"}, "use 'whole_model'"),
@@ -127,7 +130,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     from safetensors.torch import save_file
 
     model = tiny_model()
-    fsdp.check_uncut(model)
     values = {name: tensor.clone() + 1 for name, tensor in model.state_dict().items()}
     save_file(values, tmp_path / "model.safetensors")
     fsdp.load_gathered_(model, str(tmp_path))

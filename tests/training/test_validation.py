@@ -258,15 +258,17 @@ def test_offload_under_another_hook_is_settled():
 
 
 def test_several_gpus_in_one_process_serve_a_model_that_is_spread_over_them():
-    args = SimpleNamespace(fsdp=[], deepspeed=None, n_gpu=2, fsdp_config=None)
+    args = SimpleNamespace(n_gpu=2)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for device_map, spread in (({"0": 0, "1": 1}, True), ({"0": 0, "1": "cpu"}, False)):
         model.hf_device_map = device_map
         if spread:
-            collectives.check_single_strategy(args, model)
+            collectives.check_one_device(args, model)
         else:
-            with pytest.raises(ValueError, match="device_map='auto'"):
-                collectives.check_single_strategy(args, model)
+            for given in (model, None):
+                with pytest.raises(ValueError, match="2 GPUs in one process.*device_map='auto'"):
+                    collectives.check_one_device(args, given)
+    collectives.check_one_device(SimpleNamespace(n_gpu=1))
 
 
 def test_a_device_map_without_offload_is_let_through():
@@ -436,24 +438,6 @@ def test_a_forward_that_reads_or_keeps_buffers_is_left_alone():
         validation.parameters_left_alone(model),
     ):
         raise RuntimeError("from inside")
-
-
-# ---- ways of running
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fsdp": True, "fsdp_config": {"version": 1}}, "set fsdp_version: 2, as in .*fsdp2.yaml"),
-        ({"n_gpu": 2}, "2 GPUs in one process.*accelerate launch"),
-    ],
-)
-def test_strategies_that_the_step_does_not_cover_are_refused(settings: dict, message: str):
-    plain = {"fsdp": [], "n_gpu": 1}
-    with pytest.raises(ValueError, match=message):
-        collectives.check_single_strategy(SimpleNamespace(**{**plain, **settings}))
-    collectives.check_single_strategy(SimpleNamespace(**plain))
-    collectives.check_single_strategy(SimpleNamespace(**{**plain, "n_gpu": 0}))
 
 
 # ---- precision
