@@ -42,15 +42,6 @@ class Check(NamedTuple):
     passes: int = 0
 
 
-_APPLIES: dict[str, Callable[[Run], bool]] = {
-    "always": lambda run: True,
-    "private": lambda run: run.plan.mechanism.private,
-    "private, first order": lambda run: run.plan.mechanism.private and run.args.first_order,
-    "no loss given": lambda run: run.objective is None,
-    "several processes": lambda run: collectives.active(),
-}
-
-
 def _check_unit(run: Run) -> None:
     told = run.args.rows_are is not None or run.examples_known
     if not told and not isinstance(run.objective, PromptObjective):
@@ -161,12 +152,31 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+def applying(first_order: bool, private: bool, loss_given: bool) -> list[Check]:
+    """Returns the checks that are for a run, in order.
+
+    Args:
+      first_order: whether it takes gradients.
+      private: whether it adds noise.
+      loss_given: whether it has an objective that does not follow from the model's head.
+    """
+    kinds: dict[When, bool] = {
+        "always": True,
+        "private": private,
+        "private, first order": private and first_order,
+        "no loss given": not loss_given,
+        "several processes": collectives.active(),
+    }
+    return [check for check in CHECKS if kinds[check.when]]
+
+
 def run_checks(run: Run, stage: Stage) -> None:
     """Makes the checks of a stage that are for this run, in order.
 
     Raises:
       ValueError: what cannot be accounted or would break the guarantee; says what to change.
     """
-    for check in CHECKS:
-        if check.stage == stage and _APPLIES[check.when](run):
+    private, loss_given = run.plan.mechanism.private, run.objective is not None
+    for check in applying(run.args.first_order, private, loss_given):
+        if check.stage == stage:
             check.run(run)

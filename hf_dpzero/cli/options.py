@@ -102,6 +102,7 @@ class Plan(Options):
         "JSON: kind (toeplitz, banded, optimized or tree, within steps of one direction), bands "
         "(draws behind each noise of banded; 32), hold_direction_for (steps of one direction; 1)"
     )
+    checks: bool = _option("of a recipe, the checks before step 0 instead of the plan", False)
     json: bool = _option("print JSON instead of a table", False)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hf_dpzero.experiments.plan import Section
     from hf_dpzero.settings.config import DPZeroConfig
 
-NO_FIELDS = ("recipe", "num_examples", "json", "traceback", "overrides")
+NO_FIELDS = ("recipe", "num_examples", "checks", "json", "traceback", "overrides")
 """Options of `plan` that are no settings of a recipe."""
 
 
@@ -38,6 +38,8 @@ def run_plan(arguments: Plan) -> None:
         tempfile.TemporaryDirectory() as scratch,
     ):
         given["output_dir"] = scratch
+        if arguments.checks:
+            return print_checks(arguments, given)
         if arguments.recipe is not None:
             privacy, sections = _plan_recipe(arguments, given)
         else:
@@ -63,6 +65,32 @@ def run_plan(arguments: Plan) -> None:
         from hf_dpzero.experiments.plan import print_sections
 
         print_sections(sections)
+
+
+def print_checks(arguments: Plan, given: Mapping[str, Any]) -> None:
+    """Prints the checks that a recipe's run makes before step 0, in order; loads no model."""
+    from hf_dpzero.checks.table import applying
+    from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
+
+    if arguments.recipe is None:
+        raise ValueError("--checks are those of a run: give --recipe RECIPE.")
+    recipe = load_recipe(arguments.recipe, {**given, **parse_overrides(arguments.overrides)})
+    args, loss_given = recipe.training, recipe.data.prompt is not None
+    private = not args.not_private and args.noise_multiplier != 0
+    rows = [
+        {"check": c.name, "when": c.when, "rules_out": c.rules_out, "passes": c.passes}
+        for c in applying(args.first_order, private, loss_given)
+    ]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("check", "in which runs", "what is ruled out", "passes at most")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
 
 
 def _shown(value: object) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hf_dpzero.checks.table import CHECKS
 from hf_dpzero.cli import main
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
@@ -118,6 +119,26 @@ def test_plan_of_the_papers_lemma(capsys):
 def test_plan_prints_a_table(capsys):
     out = run(capsys, *PLAN, "--target_epsilon", "6", "--max_steps", "1e2")
     assert "noise_multiplier" in out and "replace_one" in out and "{" not in out
+
+
+def test_plan_lists_the_checks_of_a_recipe_in_their_order(capsys):
+    words = ("plan", "--recipe", "sst2/roberta-large-dpzero", "--checks")
+    first_order, plain = {"precision of gradients"}, {"lengths", "row 0", "mixed precision"}
+    every = {check.name: check for check in CHECKS}
+    for method, own, others in (
+        ("dpzero", {"random generators", *plain}, first_order),
+        ("dp-sgd", {*first_order, *plain}, set()),
+        ("mezo", plain, {"random generators", *first_order}),
+    ):
+        listed = json.loads(run(capsys, *words, "--method", method, "--json"))
+        names = [row["check"] for row in listed]
+        assert own <= set(names) and not others & set(names)
+        assert names == [name for name in every if name in names]
+        assert all(row["rules_out"] == every[row["check"]].rules_out for row in listed)
+        assert sum(row["passes"] for row in listed) > 30
+    assert "labels" not in names  # a prompted task has an objective of its own
+    assert "evaluation rows" in run(capsys, *words)
+    assert "give --recipe RECIPE" in fail(capsys, *PLAN, "--checks")
 
 
 @pytest.fixture(scope="session")
