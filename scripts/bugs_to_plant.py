@@ -87,7 +87,7 @@ BUGS = (
     Bug("nan_passed_on",
         "A row with NaN or infinity is passed on and not counted as zero.",
         "hf_dpzero/privacy/discretization.py",
-        "tests/privacy/test_mechanisms.py::test_bad_rows_count_as_zero_and_reach_nothing_else",
+        "tests/privacy/test_contracts.py::test_mechanism_keeps_bad_rows_out",
         "return np.where(finite[:, None], rows, 0.0), finite",
         "return rows, finite"),
     Bug("epsilon_of_one_step_less",

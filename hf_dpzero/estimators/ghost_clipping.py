@@ -306,6 +306,11 @@ class LayerRecord:
     def _add_call(self, module: nn.Module, inputs: list[Tensor], gradient: Tensor) -> None:
         if gradient.element_size() < 4:
             self.coarse = type(module).__name__
+        if self.ghost and gradient.dtype == torch.float64:
+            raise ValueError(
+                f"a {type(module).__name__} computes in float64, and ghost clipping's products are of "
+                "float32: use performance.per_example_gradients: dense, or float32 throughout."
+            )
         if isinstance(module, nn.Embedding):
             if module.padding_idx is not None:  # autograd leaves that row without a gradient
                 padding = (inputs[0] == module.padding_idx).unsqueeze(-1)

@@ -300,6 +300,20 @@ def test_settings_and_precisions_that_ghost_cannot_serve_are_refused():
         clipped_sum(gradients, {"x": floats(3, 2)}, 1.0)
 
 
+def test_a_layer_that_computes_in_float64_is_refused_in_words():
+    model = nn.Sequential(nn.Linear(64, 50))
+    layer = model[0]
+    layer.forward = lambda x: nn.functional.linear(x.double(), layer.weight.double())
+
+    def objective(model: nn.Module, inputs: Batch) -> Tensor:
+        return model(inputs["x"]).float().sum(dim=(1, 2))
+
+    with pytest.raises(ValueError, match="a Linear computes in float64.*per_example_gradients: de"):
+        clipped_sum(GhostGradients(model, objective), {"x": floats(3, 2, 64)}, 1.0)
+    layer.bias.requires_grad_(False)
+    assert norm(clipped_sum(PerExampleGradients(model, objective), {"x": floats(3, 2, 64)}, 1.0))
+
+
 def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch: pytest.MonkeyPatch):
     """What trains is float32, but its gradients come through bfloat16."""
     monkeypatch.setattr(estimators, "DENSE_BYTES", 0)

@@ -166,6 +166,29 @@ def test_copies_in_one_pass_do_not_matter(
     assert max(sizes) == min(6, 2 * copies) and sum(sizes) == 2 * 6
 
 
+@pytest.mark.parametrize("bias", [None, "shared", "own"])
+def test_a_linear_layer_on_a_shared_input_is_exact_on_integers(bias: str | None):
+    """One product for all copies has the sums of one a copy: to the bit where nothing is rounded."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"input": (2, 5, 7), "weight": (4, 3, 7), "shared": (3,), "own": (4, 3)}
+    made = {n: torch.randint(-99, 99, s, generator=draw).float() for n, s in shapes.items()}
+    given = None if bias is None else made[bias]
+    at = None if bias != "own" else 0
+
+    def one(weight: Tensor, own: Tensor | None) -> Tensor:
+        return F.linear(made["input"], weight, own)
+
+    kernels = stacked.StackedKernels()
+    with kernels:
+        found = torch.func.vmap(one, in_dims=(0, at))(made["weight"], given)
+    expected = [
+        F.linear(made["input"], weight, given[copy] if given is not None and at == 0 else given)
+        for copy, weight in enumerate(made["weight"])
+    ]
+    assert torch.equal(found, torch.stack(expected))
+    assert kernels.widest == 2 * 5 * 3
+
+
 def test_nan_rows_come_through_and_stay_alone(sentence_head: nn.Module):
     bench, batch = StackedBench(sentence_head), features(5)
     good = bench.losses([batch], 4)

@@ -320,6 +320,19 @@ def test_small_spheres_never_raise_whatever_the_draw():
         assert float(whole("sphere", 8, step=t).abs().max()) <= largest_coordinate("sphere")
 
 
+@pytest.mark.parametrize("size", [150, 10_000])
+@pytest.mark.parametrize("factor", [0.2, 4.1])
+def test_a_broken_generator_is_noticed(size, factor):
+    """A norm of 150 normals or more is within a factor of 2 of its mean, whatever was drawn."""
+
+    def sum_of_squares(key, start, count):
+        return int(factor * count * 2**42)
+
+    stream = DirectionStream(Direction(1, 0), "sphere", [(0, size)], sum_of_squares)
+    with pytest.raises(ArithmeticError, match="cannot happen; broken generator"):
+        stream.scale  # noqa: B018
+
+
 def test_largest_coordinate_is_attained_by_the_widest_word():
     widest = np.array([0x7FFFFFFF, 0x00000000], np.uint32)
     z, _ = table_points()

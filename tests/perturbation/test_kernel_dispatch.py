@@ -308,6 +308,22 @@ def test_work_put_together_is_done_at_the_end_by_threads_that_start_once(threads
     assert sum(entry[0] == "after" for entry in done) == 3
 
 
+def test_work_put_together_is_dropped_after_an_error(threads):
+    """Half of a move that failed may not be made up for, nor wait for the next one."""
+    threads(2)
+    done: list[int] = []
+
+    def note(begin: int, end: int) -> None:
+        done.append(begin)
+
+    with pytest.raises(KeyError), dispatch.together():
+        numba_kernels.in_parallel(note, 1 << 20, 0, later=True)
+        raise KeyError
+    with dispatch.together():
+        pass
+    assert done == []
+
+
 def test_without_numba_the_engine_runs_in_plain_torch():
     """A fresh process that cannot import numba gives the golden trajectory's bits."""
     program = (

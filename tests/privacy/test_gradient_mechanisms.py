@@ -185,6 +185,3 @@ def test_no_noise_means_not_private():
     assert PlainSGD(expected_batch_size=8).sensitivity("replace_one") == math.inf
     assert "not private" in PlainSGD(expected_batch_size=8).caveats[0]
     assert not mechanism().caveats
-
-
-# --- Refusals -------------------------------------------------------------------------------------

@@ -86,30 +86,6 @@ def test_a_row_of_an_unknown_group_is_refused_without_its_name():
 # ---------------------------------------------------------------- sensitivity
 
 
-def hostile(count: int, seed: int) -> np.ndarray:
-    generator = np.random.Generator(np.random.PCG64(seed))
-    extremes = [0.0, 2.0, 1e300, -1e300, math.nan, math.inf, -math.inf, 1.0, 2.0**-40]
-    return generator.choice([*extremes, *generator.uniform(0, 3, 8)], size=count)
-
-
-def test_one_example_moves_one_coordinate_by_what_a_row_adds_and_a_replacement_by_twice_that():
-    """The rest of the sensitivities, 1 and 2, is a displaced row's: test_radius."""
-    groups, generator = PerStepGroups(**THREE), np.random.Generator(np.random.PCG64(0))
-    largest = {"add": 0.0, "replace": 0.0}
-    for seed in range(300):
-        losses, of = hostile(6, seed), generator.integers(3, size=6)
-        whole = np.array(groups.total(losses, of), dtype=object)
-        without = np.array(groups.total(losses[1:], of[1:]), dtype=object)
-        other, place = hostile(1, seed + 1000), generator.integers(3, size=1)
-        exchanged = groups.total(np.append(other, losses[1:]), np.append(place, of[1:]))
-        added = (whole - without).astype(float) / UNIT
-        moved = (whole - np.array(exchanged, dtype=object)).astype(float) / UNIT
-        assert np.count_nonzero(added) <= 1
-        largest["add"] = max(largest["add"], float(np.linalg.norm(added)))
-        largest["replace"] = max(largest["replace"], float(np.linalg.norm(moved)))
-    assert largest == {"add": ROW / UNIT, "replace": 2 * ROW / UNIT}  # attained, and never exceeded
-
-
 def test_losses_that_are_no_numbers_and_empty_groups_count_nothing():
     groups = PerStepGroups(**THREE, loss_bound=4.0)
     assert groups.total(np.array([math.nan, math.inf, -math.inf]), [0, 1, 2]) == [0, 0, 0]
@@ -140,34 +116,6 @@ def test_weights_before_the_clip_leave_the_sensitivity_alone():
     # weights after the clip would not do
     clipped = np.array(mechanism.clip_sum(torch.tensor([[9.0, 0.0, 0.0]])), dtype=float)
     assert np.linalg.norm(5 * clipped) > UNIT
-
-
-def test_draws_stay_within_their_range_by_brute_force():
-    """log-ratios of a draw's probabilities between neighbours, one example's losses at the extremes."""
-    groups = VertexGroups(names=("a", "b"), shares=(0.9, 0.1))
-    rate, batch = 0.7, 10.0
-    factors = rate * groups.scales(batch)
-    widest = float(factors.max())  # eta after one step, add-or-remove
-    base = np.array([0.3, -1.2])
-
-    def log_probabilities(sums: np.ndarray) -> np.ndarray:
-        scores = factors * (base + sums)
-        return scores - np.log(np.exp(scores).sum())
-
-    seen = {"add": 0.0, "replace": 0.0}
-    changes = [np.array(v) for v in ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))]
-    for one in changes:
-        ratio = log_probabilities(one) - log_probabilities(np.zeros(2))
-        seen["add"] = max(seen["add"], float(np.ptp(ratio)))
-        for other in changes:
-            ratio = log_probabilities(one) - log_probabilities(other)
-            seen["replace"] = max(seen["replace"], float(np.ptp(ratio)))
-    assert seen["add"] == pytest.approx(widest)
-    assert seen["replace"] == pytest.approx(2 * widest)  # from -1 to +1 of the smallest group
-    plan = plan_of(groups, steps=2)
-    assert groups.precision(rate, plan.sampler, 2, "add_or_remove_one") == pytest.approx(
-        gaussian_precision(rate * float(groups.scales(100).max())), rel=1e-5
-    )
 
 
 @pytest.mark.parametrize("eta", [0.01, 0.5, 2.0, 6.0])

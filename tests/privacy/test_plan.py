@@ -100,17 +100,6 @@ def test_event_repeats_the_step():
     assert type(plan().event(at=0)).__name__ == "NoOpDpEvent"
 
 
-def test_the_event_read_by_the_library_gives_our_epsilon():
-    """Nothing between the event and the report but the grid, its slack, and nothing else."""
-    from dp_accounting import NeighboringRelation, pld
-
-    for relation in ("add_or_remove_one", "replace_one"):
-        p = plan(relation=relation)
-        accountant = pld.PLDAccountant(NeighboringRelation[relation.upper()])
-        accountant.compose(p.event())
-        assert p.epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
-
-
 def test_accountant_in_the_report():
     full = {
         "sampler": FullBatchSampler(num_examples=16, expected_batch_size=16),
@@ -189,18 +178,29 @@ def test_averaged_clipping_on_a_full_batch_gains_what_replacement_allows():
         assert 2.99 < goal.epsilon(DELTA) <= 3.0
 
 
-def test_the_event_on_a_full_batch_read_by_the_library_is_ours():
+SIXTEEN = {"clip": 3.0, "noise_multiplier": 8.0, "expected_batch_size": 16}
+
+
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        None,
+        DPSGD(**SIXTEEN),
+        DPSGD(**SIXTEEN, clipping="averaged"),
+        AdaptiveScalarMechanism(**SIXTEEN, clip_count_noise=6.0),
+    ],
+)
+def test_the_event_read_by_the_library_gives_our_epsilon(mechanism, relation):
+    """Sampled, and a full batch: nothing is between event and report but the grid and its slack."""
     from dp_accounting import NeighboringRelation, pld
 
     full = {"sampler": FullBatchSampler(num_examples=16, expected_batch_size=16), "steps": 5}
-    sizes = {"clip": 3.0, "noise_multiplier": 8.0, "expected_batch_size": 16}
-    for mechanism in (DPSGD(**sizes), DPSGD(**sizes, clipping="averaged"),
-                      AdaptiveScalarMechanism(**sizes, clip_count_noise=6.0)):  # fmt: skip
-        for relation in ("add_or_remove_one", "replace_one"):
-            p = plan(mechanism=mechanism, relation=relation, **full)
-            accountant = pld.PLDAccountant(NeighboringRelation[relation.upper()])
-            accountant.compose(p.event())
-            assert p.epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
+    changes = {} if mechanism is None else {"mechanism": mechanism, **full}
+    p = plan(relation=relation, **changes)
+    accountant = pld.PLDAccountant(NeighboringRelation[relation.upper()])
+    accountant.compose(p.event())
+    assert p.epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-3)
 
 
 def test_round_trip_through_json_and_digest():

@@ -235,7 +235,8 @@ def largest_move_of_losses() -> float:
     """In L1 norm: one more loss, and one that moves by 2^-9 b, of any groups."""
     groups, found = PerStepGroups(**THREE, loss_bound=3.0), 0.0
     move = SHARE * 1.5 * (1 - ROUNDING)
-    for loss, other, sign in itertools.product((0.0, 1.0, 3.0), (0.0, 0.7, 3.0), (-1, 1)):
+    sizes = (-1e300, 0.0, 2.0**-40, 1.0, 3.0, 1e300)
+    for loss, other, sign in itertools.product(sizes, (0.0, 0.7, 3.0), (-1, 1)):
         for of, place in itertools.product(range(3), repeat=2):
             before = np.array(groups.total(np.array([other]), [place]))
             after = groups.total(np.array([other + sign * move, loss]), [place, of])

@@ -165,8 +165,3 @@ def test_the_order_of_fixed_batches_is_uniform():
     counts = Counter(tuple(sampler.batch(0, key).tolist()) for key in keys)
     assert len(counts) == 6
     assert stats.chisquare(list(counts.values())).pvalue > 1e-4
-
-
-def test_fixed_batches_need_a_whole_size():
-    with pytest.raises(ValueError, match="whole number"):
-        FixedBatchesSampler(num_examples=4, expected_batch_size=1.5)

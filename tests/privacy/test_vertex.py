@@ -215,6 +215,3 @@ def test_hidden_scores_have_no_public_attribute_no_numbers_in_text_and_no_copies
     for copied in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="secret"):
             copied(made)
-
-
-# --- refusals
