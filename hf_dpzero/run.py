@@ -80,7 +80,6 @@ class Run:
       collator: as the user gave it.
       objective: (model, inputs) -> losses [B]; None until the checks chose it by the model's head.
       tokenizer: pads; None for data that is not text.
-      label_names: columns that the model takes as labels.
       longest_row: tokens that rows were cut to by whoever made them, or None.
       examples_known: whether one row is one example by the rows' form.
       earlier_runs: entries of the report on runs that the base came out of.
@@ -114,7 +113,6 @@ class Run:
     evaluation: Dataset | None = None
     objective: PerExampleLoss | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
-    label_names: Sequence[str] = ()
     longest_row: int | None = None
     examples_known: bool = False
     earlier_runs: list[dict[str, Any]] = field(default_factory=list)

@@ -18,7 +18,7 @@ def table() -> str:
         for check in CHECKS
     ]
     head = [
-        "| what is looked at | in which runs | what is ruled out | passes at most |",
+        "| what is looked at | in which runs | what is refused | passes at most |",
         "|---|---|---|---|",
     ]
     return "\n".join([*head, *rows, ""])

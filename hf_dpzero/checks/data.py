@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import datasets
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_dpzero.batches.shapes import context_length
 from hf_dpzero.objectives.heads import is_language_model
 from hf_dpzero.objectives.losses import base_model
+from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.run import Run
 
 LABEL_COLUMNS = (
@@ -98,18 +99,6 @@ def check_all_kept(given: Any, prepared: Any) -> None:
         )
 
 
-def check_labels_of(run: Run) -> None:
-    """Refuses rows that have no labels, nor get any from the collator (see `check_labels`).
-
-    Raises:
-      ValueError: there are none, or row 0 cannot be collated.
-    """
-    with of_first_row("collated"):
-        first = run.rows.collate_rows([0])
-    if not set(first) & {*LABEL_COLUMNS, *run.label_names}:
-        check_labels(run.dataset, run.label_names)
-
-
 @contextlib.contextmanager
 def of_first_row(done: str) -> Iterator[None]:
     """Says of an error that nothing else has words for that row 0 cannot be trained on, and why.
@@ -129,50 +118,24 @@ def of_first_row(done: str) -> Iterator[None]:
         ) from error
 
 
-def check_labels(dataset: Any, names: Iterable[str] = ()) -> None:
-    """Refuses a data set whose columns hold no labels (needs `column_names`; else looks at row 0).
-
-    Args:
-      dataset: rows.
-      names: of labels that the model takes (`Trainer.label_names`), besides `LABEL_COLUMNS`.
-
-    Raises:
-      ValueError: there are none.
-    """
-    columns = getattr(dataset, "column_names", None)
-    if not columns:
-        columns = list(dataset[0]) if hasattr(dataset[0], "keys") else None
-    if columns is not None and not set(columns) & {*LABEL_COLUMNS, *names}:
-        raise ValueError(
-            f"train_dataset has columns {sorted(columns)} but no labels: name the label column "
-            "'labels' (of question answering: 'start_positions' and 'end_positions'), or pass "
-            "compute_per_example_loss."
-        )
-
-
-def check_unit(
-    model: nn.Module, collate: Callable[[list[int]], Mapping[str, Tensor]], count: int
-) -> None:
+def check_unit(run: Run) -> None:
     """Refuses a language model's rows that look packed, of which nobody said what they are.
 
     Texts that were joined and cut into blocks before they arrive (`group_texts` of run_clm and run_mlm,
     packing) cannot be told from long examples, so the first 64 rows are judged by their lengths and
-    positions alone: the tokens that the attention mask shows.
-
-    Args:
-      model: others than causal and masked language models pass.
-      collate: row numbers -> batch.
-      count: number of rows.
+    positions alone: the tokens that the attention mask shows. Prompts, and models that are no causal or
+    masked language models, pass.
 
     Raises:
       ValueError: the rows fill the model's context (95 % of it on average), 95 % of them have one length
         above 64 tokens, or positions start again within a row; says to set `rows_are`.
     """
-    if not is_language_model(model):
+    told = run.args.rows_are is not None or run.examples_known
+    if told or isinstance(run.objective, PromptObjective) or not is_language_model(run.model):
         return
-    batches = [collate([row]) for row in range(min(count, SAMPLE))]
+    batches = run.rows.collate_each(list(range(min(len(run.dataset), SAMPLE))))
     lengths = torch.tensor([_tokens(batch) for batch in batches], dtype=torch.float64)
-    most = getattr(getattr(base_model(model), "config", None), "max_position_embeddings", None)
+    most = getattr(getattr(base_model(run.model), "config", None), "max_position_embeddings", None)
     what = None
     if most and lengths.mean() >= FULL * most:
         what = f"fill the {most} tokens that the model takes"
@@ -218,7 +181,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def check_lengths(run: Run) -> None:
-    """Refuses training rows that the model has no positions for, where they can be told quickly.
+    """Refuses rows of more tokens than the model has positions, where they can be told quickly.
 
     Looked at: the stored `input_ids` of a `datasets.Dataset`; the longest is collated, for a collator
     may cut it. Other data sets are not read through: there such a row stops the run when it is drawn.

@@ -61,7 +61,7 @@ def check_trained(model: nn.Module) -> None:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuses layers that make examples depend on each other.
+    """Refuses batch statistics, and embeddings that are rewritten when private rows look them up.
 
     Raises:
       ValueError: batch normalisation with batch statistics; an embedding that renormalises its weight.

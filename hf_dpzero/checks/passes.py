@@ -168,7 +168,9 @@ def check_collator(run: Run) -> None:
 
 @torch.no_grad()
 def choose_passes(run: Run) -> None:
-    """Tries the run's passes on invented rows, and sets its placement and mesh; losses are discarded.
+    """Refuses losses that depend on other rows, and leaves out sizes of passes whose places move them.
+
+    Tries passes of invented rows, and sets placement and mesh of the run; losses are discarded.
 
     Raises:
       CoupledLosses: an example's loss depends on others by more than rounding.

@@ -75,11 +75,11 @@ def print_checks(arguments: Plan, given: Mapping[str, Any]) -> None:
     if arguments.recipe is None:
         raise ValueError("--checks are those of a run: give --recipe RECIPE.")
     recipe = load_recipe(arguments.recipe, {**given, **parse_overrides(arguments.overrides)})
-    args, loss_given = recipe.training, recipe.data.prompt is not None
+    args = recipe.training
     private = not args.not_private and args.noise_multiplier != 0
     rows = [
         {"check": c.name, "when": c.when, "rules_out": c.rules_out, "passes": c.passes}
-        for c in applying(args.first_order, private, loss_given)
+        for c in applying(args.first_order, private)
     ]
     if arguments.json:
         print(json.dumps(rows, indent=2))
@@ -87,7 +87,7 @@ def print_checks(arguments: Plan, given: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("check", "in which runs", "what is ruled out", "passes at most")
+    table = Table("check", "in which runs", "what is refused", "passes at most")
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console().print(table)

@@ -322,7 +322,9 @@ def _remove(path: str) -> None:
 
 
 def check_offload(model: nn.Module, args: DPZeroConfig) -> None:
-    """Refuses what offloaded weights do not allow; gives trained ones on disk files of their own.
+    """Refuses offloaded weights in a method that cannot follow them.
+
+    Gives trained ones on disk files of their own.
 
     Args:
       model: settled, after what trains was chosen.

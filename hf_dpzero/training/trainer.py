@@ -205,7 +205,6 @@ class DPZeroMixin(PublishingTrainer):
             decayed=lambda: self.get_decay_parameter_names(self.model),
             objective=self.per_example_loss,
             tokenizer=self.processing_class,  # type: ignore[arg-type]
-            label_names=self.label_names,
             longest_row=self.longest_row or (self.args.max_length if texts else None),
             examples_known=texts is not None and texts.examples,
             earlier_runs=self.earlier_runs,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from tiny_runs import build, tiny_data, tiny_model
 from torch import nn
 from transformers import BertForSequenceClassification, default_data_collator
@@ -70,10 +69,6 @@ def infinite(net: nn.Module, inputs: Any) -> torch.Tensor:
     return net(**{**inputs, "labels": None}).logits[:, 0] * torch.inf
 
 
-def unlabelled() -> Dataset:
-    return tiny_data().remove_columns("labels")
-
-
 def with_rope(kind: str) -> nn.Module:
     made = tiny_model()
     made.config.rope_parameters = {"rope_type": kind}
@@ -109,7 +104,6 @@ REFUSED: dict[str, tuple[Made, str]] = {
         run_of(lambda: with_layer(nn.BatchNorm1d(2, track_running_stats=False))),
         "statistics of its batch",
     ),
-    "labels": (lambda folder: build(folder, data=unlabelled()).run, "no labels"),
     "random generators": (run_of(collator=Drawing()), "generator of its own"),
     "precision of gradients": (
         run_of(lambda: tiny_model().bfloat16(), method="dp-sgd", microbatch_size=4),
@@ -161,7 +155,7 @@ def test_a_check_refuses_a_run_by_itself_and_passes_a_sound_one(name: str, tmp_p
 
 def test_every_check_has_a_run_that_it_refuses() -> None:
     assert REFUSED.keys() | ELSEWHERE.keys() == BY_NAME.keys()
-    assert len(BY_NAME) == len(CHECKS) >= 19
+    assert len(BY_NAME) == len(CHECKS) >= 18
     tests = [path.read_text() for path in Path(__file__).parent.parent.rglob("test_*.py")]
     for name in ELSEWHERE.values():
         assert any(f"def {name}(" in text for text in tests), name
@@ -175,7 +169,9 @@ def test_checks_are_made_in_their_stage_and_for_their_runs(
         build(tmp_path / "b", method="mezo", noise_multiplier=None),
     )
     made: list[str] = []
-    noted = [check._replace(run=lambda run, name=check.name: made.append(name)) for check in CHECKS]
+    noted = [
+        check._replace(refuse=lambda *_, name=check.name: made.append(name)) for check in CHECKS
+    ]
     monkeypatch.setattr("hf_dpzero.checks.table.CHECKS", noted)
     for stage in ("model", "objective", "passes"):
         run_checks(private.run, stage)
@@ -185,6 +181,13 @@ def test_checks_are_made_in_their_stage_and_for_their_runs(
     made.clear()
     run_checks(plain.run, "objective")
     assert made == ["mixed precision", "lengths"]
+
+
+def test_rows_without_labels_are_refused(tmp_path: Path) -> None:
+    run = build(tmp_path, data=tiny_data().remove_columns("labels")).run
+    prepared_for(BY_NAME["row 0"], run)
+    with pytest.raises(ValueError, match="no 'labels' .*labels column"):
+        BY_NAME["row 0"].run(run)
 
 
 def test_autocast_around_the_call_is_refused(tmp_path: Path) -> None:

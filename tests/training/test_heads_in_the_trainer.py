@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from hf_dpzero.batches.shapes import PassShapes, decoder_length, widened
-from hf_dpzero.checks import data as data_checks
 from hf_dpzero.objectives import heads, register_objective
 from hf_dpzero.training.start import prepare
 
@@ -223,10 +222,3 @@ def test_an_unknown_head_is_refused_before_anything_is_read(tmp_path, reranker):
     assert trainer.per_example_loss is not None
     register_objective("ForReranking", heads.own_loss_objective)
     build(tmp_path, reranker)
-
-
-def test_labels_are_looked_for_by_the_models_names():
-    data_checks.check_labels([{"input_ids": 0, "end_positions": 1}])
-    data_checks.check_labels([{"input_ids": 0, "mc_labels": 1}], names=["mc_labels"])
-    with pytest.raises(ValueError, match="'start_positions' and 'end_positions'"):
-        data_checks.check_labels([{"input_ids": 0, "mc_labels": 1}])

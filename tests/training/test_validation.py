@@ -62,19 +62,6 @@ def test_data_without_a_size_is_refused(dataset: Any, message: str):
         data_checks.num_examples(dataset)
 
 
-def test_labels_are_looked_for_in_column_names_first():
-    for column in data_checks.LABEL_COLUMNS:
-        data_checks.check_labels(Rows(3, "input_ids", column))
-    data_checks.check_labels(SimpleNamespace(column_names=["text", "label"]))
-    data_checks.check_labels([(torch.zeros(2), 1)])  # no mappings: left to the collator
-    with pytest.raises(ValueError, match=r"\['idx', 'text'\] but no labels: name the label column"):
-        data_checks.check_labels(SimpleNamespace(column_names=["text", "idx"]))
-    with pytest.raises(
-        ValueError, match=r"\['input_ids'\] but no labels.*compute_per_example_loss"
-    ):
-        data_checks.check_labels(Rows(3, "input_ids"))
-
-
 # ---- what trains
 
 
