@@ -33,6 +33,9 @@ SHARED = 0.05
 """Evaluation data is refused if more of its rows than this share, and more than one, are private; the
 share of private rows that occur more than once, where that is larger."""
 
+COPIES = 3
+"""Rows that occur no more often than this are taken for copies: they do not end the comparison."""
+
 STREAMED, READ = 10_000, 20_000
 """Rows compared of a stream (the first), and of a data set that makes its rows on access (spread)."""
 
@@ -111,12 +114,14 @@ class PrivateRows:
             if columns not in self._digests:
                 self._digests[columns] = _digests(self.dataset, columns)
             private = self._digests[columns]
-            distinct = len(np.unique(private)) / max(1, len(private))
-            if distinct < max(least, 0.25):
+            counts = np.unique(private, return_counts=True)[1]
+            repeated = float(counts[counts > 1].sum() / max(1, len(private)))
+            if counts.max(initial=0) <= COPIES:
+                repeated = min(repeated, 0.5)
+            if repeated > 0.5 or len(counts) < least * len(private):
                 continue  # as labels do, or tokens of a tiny vocabulary: equal ones say little
             seen = _digests(evaluation, columns)
             found, part = int(np.isin(seen, private).sum()), len(private) / len(self.dataset)
-            repeated = min(0.5, 2 * (1 - distinct))  # of rows that occur twice, both
             most = max(SHARED * part, repeated, least) * len(seen)
             if found and (found == len(seen) or found > max(1.0, most)):
                 raise ValueError(_REFUSAL)

@@ -68,13 +68,8 @@ def _dispatch(words: list[str]) -> None:
     values = vars(parsed)
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
-    recipeless = command in ("push", "recipes", "init") or (
-        command == "plan" and values["recipe"] is None
-    )
-    if overrides and recipeless:
+    if overrides and command in ("push", "recipes", "init"):
         hint = _meant(overrides[0], values)
-        if command == "plan" and not hint:
-            hint = "; plan --recipe RECIPE takes every setting of a run"
         parser.error(f"unrecognized arguments: {' '.join(overrides)}{hint}")
     module = importlib.import_module(f"hf_dpzero.cli.{MODULES[command]}")
     try:

@@ -72,36 +72,12 @@ class Evaluate(Options):
 
 @dataclass(kw_only=True)
 class Plan(Options):
-    """Compute the noise for a budget, or the epsilon of a noise; of a recipe also its memory."""
+    """Compute the noise for a budget, or the epsilon of a noise; of a recipe also its memory.
+
+    Without a recipe: --num_examples N --max_steps T --expected_batch_size B --target_epsilon E."""
 
     recipe: str | None = _option(f"{_RECIPE}: plan its run, download nothing", metavar="RECIPE")
     num_examples: int | None = _option("n, rows of training data; a recipe's own if they are here")
-    expected_batch_size: float | None = _option("B; required unless --sampling full_batch")
-    max_steps: int | None = _option("T, steps of training")
-    target_epsilon: float | None = _option("epsilon to calibrate the noise for")
-    noise_multiplier: float | None = _option(
-        "noise std / C on the sum, instead of --target_epsilon"
-    )
-    target_delta: float | None = _option("delta; default 1 / (10 n), and 0 for laplace")
-    clip: float | None = _option("C; only scales the noise that is printed (default 1)")
-    num_directions: int | None = _option("K; does not change epsilon (default 1)")
-    sampling: str | None = _option(
-        "poisson (default), truncated_poisson, fixed_size_without_replacement, full_batch or "
-        "fixed_batches"
-    )
-    max_batch_size: int | None = _option("cap of a truncated_poisson batch")
-    neighboring_relation: str | None = _option(
-        "add_or_remove_one (default), replace_one or replace_special"
-    )
-    accountant: str | None = _option("pld (default), rdp or advanced_composition")
-    noise_distribution: str | None = _option("gaussian (default) or laplace")
-    schedules: str | None = _option(
-        'noise of each step, as JSON: {"noise": "exp(gamma=0.99)"}; see the guide'
-    )
-    correlated_noise: str | None = _option(
-        "JSON: kind (toeplitz, banded, optimized or tree, within steps of one direction), bands "
-        "(draws behind each noise of banded; 32), hold_direction_for (steps of one direction; 1)"
-    )
     checks: bool = _option("of a recipe, the checks before step 0 instead of the plan", False)
     json: bool = _option("print JSON instead of a table", False)
 

@@ -9,7 +9,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_dpzero.cli.options import Plan
 from hf_dpzero.privacy.correlated.correlation import step_deviation
@@ -20,30 +20,35 @@ from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
     from hf_dpzero.experiments.plan import Section
+    from hf_dpzero.recipes.recipe import Recipe
     from hf_dpzero.settings.config import DPZeroConfig
-
-NO_FIELDS = ("recipe", "num_examples", "checks", "json", "traceback", "overrides")
-"""Options of `plan` that are no settings of a recipe."""
 
 
 def run_plan(arguments: Plan) -> None:
-    """Computes and prints the plan; see `_facts` and `_plan_recipe` for the keys of --json."""
+    """Computes and prints the plan; see `_facts` and `_of_recipe` for the keys of --json."""
     from rich.console import Console
     from rich.table import Table
 
+    from hf_dpzero.recipes.recipe import COMMAND_LINE, build_recipe, load_recipe, parse_overrides
+
+    given, path = parse_overrides(arguments.overrides), arguments.recipe
     sections: Mapping[str, Section] = {}
-    given = {n: v for n, v in vars(arguments).items() if n not in NO_FIELDS and v is not None}
     with (
         Console(stderr=True).status("planning: noise, epsilon, memory"),  # on terminals only
         tempfile.TemporaryDirectory() as scratch,
     ):
-        given["output_dir"] = scratch
-        if arguments.checks:
-            return print_checks(arguments, given)
-        if arguments.recipe is not None:
-            privacy, sections = _plan_recipe(arguments, given)
+        if path is not None:
+            recipe = load_recipe(path, {**given, "output_dir": scratch})
+            if arguments.checks:
+                return _print_checks(recipe.training, arguments.json)
+            privacy, sections = _of_recipe(recipe, arguments.num_examples)
         else:
-            privacy = _plan_options(arguments, given)
+            _check_given(arguments, given)
+            settings = {"clip": 1.0, **given, "output_dir": scratch, "model_name_or_path": "any"}
+            recipe = build_recipe([], {"use_cpu": True, **settings}, COMMAND_LINE)
+            privacy = _of_settings(recipe.training, arguments.num_examples or 0)
+            if "clip" not in given:  # then noise has no unit, and no rate is chosen for it
+                privacy = {k: v for k, v in privacy.items() if k not in ("chosen", "learning_rate")}
     if arguments.json:
         print(json.dumps(encode({**privacy, **sections}), indent=2))
         return
@@ -67,26 +72,35 @@ def run_plan(arguments: Plan) -> None:
         print_sections(sections)
 
 
-def print_checks(arguments: Plan, given: Mapping[str, Any]) -> None:
-    """Prints the checks that a recipe's run makes before step 0, in order; loads no model."""
-    from hf_dpzero.checks.table import applying
-    from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
-
-    if arguments.recipe is None:
+def _check_given(arguments: Plan, given: Mapping[str, object]) -> None:
+    """Refuses a plan without a recipe that lacks what no setting has a default for."""
+    if arguments.checks:
         raise ValueError("--checks are those of a run: give --recipe RECIPE.")
-    recipe = load_recipe(arguments.recipe, {**given, **parse_overrides(arguments.overrides)})
-    args = recipe.training
+    if arguments.num_examples is None:
+        raise ValueError("num_examples is missing; give --num_examples N, or --recipe FILE.")
+    for name in ("max_steps", "expected_batch_size"):
+        if name not in given and (name, given.get("sampling")) != (
+            "expected_batch_size",
+            "full_batch",
+        ):
+            raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
+
+
+def _print_checks(args: DPZeroConfig, as_json: bool) -> None:
+    """Prints the checks that a run makes before step 0, in order; loads no model."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hf_dpzero.checks.table import applying
+
     private = not args.not_private and args.noise_multiplier != 0
     rows = [
         {"check": c.name, "when": c.when, "rules_out": c.rules_out, "passes": c.passes}
         for c in applying(args.first_order, private)
     ]
-    if arguments.json:
+    if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("check", "in which runs", "what is refused", "passes at most")
     for row in rows:
         table.add_row(*map(str, row.values()))
@@ -97,37 +111,20 @@ def _shown(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _plan_options(arguments: Plan, given: Mapping[str, Any]) -> Section:
-    """Returns `_facts` of a run of method dpzero that the options alone describe."""
-    from hf_dpzero.settings.config import DPZeroConfig
-
-    needed = ["num_examples", "max_steps", "expected_batch_size"]
-    if arguments.sampling == "full_batch":
-        needed.remove("expected_batch_size")
-    for name in needed:
-        if getattr(arguments, name) is None:
-            raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
-    n = arguments.num_examples or 0
-    config = DPZeroConfig(**{"clip": 1.0, "use_cpu": True, **given})
+def _of_settings(config: DPZeroConfig, n: int) -> Section:
+    """Returns `_facts` of a run of these settings, and what is chosen for it."""
     plan = config.plan(n)
-    # Without a clip there is no unit of the noise, so no rate is chosen either.
-    rate = {} if arguments.clip is None else _chosen(config, plan)
-    return {**_facts(plan, config.delta(n), config.target_epsilon), **rate}
+    return {**_facts(plan, config.delta(n), config.target_epsilon), **_chosen(config, plan)}
 
 
-def _plan_recipe(
-    arguments: Plan, given: Mapping[str, Any]
-) -> tuple[Section, Mapping[str, Section]]:
+def _of_recipe(recipe: Recipe, num_examples: int | None) -> tuple[Section, Mapping[str, Section]]:
     """Returns `_facts` of a recipe's plan, with the method and where n comes from; and its memory.
 
     Without n there is no plan, and `missing` says what to give. Without privacy epsilon is infinite.
     """
     from hf_dpzero.experiments.plan import overview
-    from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
 
-    overrides = {**given, **parse_overrides(arguments.overrides)}
-    recipe = load_recipe(arguments.recipe or "", overrides)
-    known, args = overview(recipe, arguments.num_examples), recipe.training
+    known, args = overview(recipe, num_examples), recipe.training
     facts: Section = {"method": args.method, "num_examples_from": known.rows.source}
     if known.plan is None:
         facts |= {

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 
+ZERO_SHOT = "zero-shot: no training row was used"
+
+
 def run_train(arguments: Train) -> None:
     """Trains as the recipe and the overrides say and leaves everything in its output_dir."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -134,9 +137,12 @@ def run_evaluate(arguments: Evaluate) -> None:
         named = coerce_fields(written, str(arguments.recipe))
         base = named.get("model_name_or_path", "")
         own = Origin.of(base, named.get("model_revision"))
-        if arguments.zero_shot:
-            _check_zero_shot(recipe, own)
         statement = privacy_statement(recipe, own)
+        if arguments.zero_shot and statement != ZERO_SHOT:
+            raise ValueError(
+                "--zero_shot evaluates the recipe's base model without training rows, and this is none: "
+                f"{statement}"
+            )
         task = build_task(recipe.data)
         refuse_training_texts(task)
         # The private rows may be others: those of the recipe's file, or of the recipe beside the model.
@@ -155,26 +161,6 @@ def run_evaluate(arguments: Evaluate) -> None:
         path = recipe.output_dir / "eval_results.json"
         path.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
     print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else statement)
-
-
-def _check_zero_shot(recipe: Recipe, own: Origin) -> None:
-    """Refuses what would not be zero-shot."""
-    shown, model = recipe.data.num_demonstrations, recipe.model.model_name_or_path
-    used = Origin.of(model, recipe.model.model_revision)
-    if shown:
-        problem = f"num_demonstrations={shown} says otherwise; leave one out."
-    elif (training := trained_as(used)) is not None:
-        problem = f"model_name_or_path={model} was trained: {training}"
-    elif used.path != own.path:
-        problem = f"model_name_or_path={model} says otherwise; leave one out."
-    elif used != own:
-        revision = recipe.model.model_revision
-        problem = f"model_revision={revision} says otherwise; leave one out."
-    else:
-        return
-    raise ValueError(
-        f"--zero_shot evaluates the recipe's base model without training rows, and {problem}"
-    )
 
 
 def privacy_statement(recipe: Recipe, own: Origin) -> str:
@@ -218,7 +204,7 @@ def _untrained(used: Origin, own: Origin) -> str:
             f"NOT KNOWN: the recipe names the revision {own.revision!r} of {used.path}, and nothing "
             f"says what {used.revision!r} was trained on"
         )
-    return "zero-shot: no training row was used"
+    return ZERO_SHOT
 
 
 def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str, float]:

@@ -50,16 +50,15 @@ def test_every_command_has_help(capsys):
 
 
 def test_no_command_and_unknown_options_are_refused(capsys):
-    wanted = [*PLAN, "--target_epsilon", "2", "--colour", "red"]
     for words, message in (
         ([], "required"),
         (["dance"], "'dance'"),
-        ([*PLAN, "--target_eps", "2"], "--target_eps"),
-        (wanted, "unrecognized arguments: --colour red; plan --recipe RECIPE takes every setting"),
+        (["recipes", "--colour", "red"], "unrecognized arguments: --colour red"),
     ):
         with pytest.raises(SystemExit) as stop:
             main.main(words)
         assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert "did you mean 'target_epsilon'" in fail(capsys, *PLAN, "--target_eps", "2")
     with pytest.raises(ValueError, match="give exactly one"):
         main.main([*PLAN, "--traceback"])
 
@@ -257,7 +256,7 @@ def test_a_trained_base_model_is_not_zero_shot(rows, trained, not_private, tmp_p
         recipe = tiny_recipe(tmp_path, folder, rows)
         statement = read(folder / "privacy_report.json")["statement"]
         assert statement in privacy(capsys, recipe)
-        assert "was trained: " + statement in fail(capsys, "evaluate", recipe, "--zero_shot")
+        assert statement in fail(capsys, "evaluate", recipe, "--zero_shot")
     for kept, other in (("ledger", "safetensors"), ("safetensors", "ledger")):
         left_out = ("privacy_report.json", f"trajectory.{other}")
         folder = copy_of(trained, tmp_path / kept, *left_out)
@@ -293,7 +292,7 @@ def test_a_checkpoint_says_what_was_spent_until_then(recipe, capsys):
     assert statements[0] in privacy(capsys, recipe, *words)
     (checkpoint / "privacy_report.json").unlink()
     assert statements[1] in privacy(capsys, recipe, *words)
-    assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot", *words)
+    assert statements[1] in fail(capsys, "evaluate", recipe, "--zero_shot", *words)
 
 
 def test_a_folder_without_a_report_says_nothing(recipe, trained, tmp_path, capsys):
@@ -302,7 +301,7 @@ def test_a_folder_without_a_report_says_nothing(recipe, trained, tmp_path, capsy
     said = privacy(capsys, recipe, "--model_name_or_path", folder)
     assert said.startswith("NOT KNOWN: ") and "not the recipe's base model" in said
     error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_name_or_path", folder)
-    assert f"model_name_or_path={folder} says otherwise" in error
+    assert f"{folder} is not the recipe's base model" in error
 
 
 def test_another_revision_is_another_model(recipe, bert_checkpoint, tmp_path, capsys):
@@ -311,7 +310,7 @@ def test_another_revision_is_another_model(recipe, bert_checkpoint, tmp_path, ca
     said = privacy(capsys, recipe, "--model_revision", "after-training")
     assert said.startswith("NOT KNOWN: ") and "'after-training'" in said
     error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_revision", "after-training")
-    assert "model_revision=after-training says otherwise" in error
+    assert "nothing says what 'after-training' was trained on" in error
     link = tmp_path / "link"
     link.symlink_to(bert_checkpoint)
     for name in (link, bert_checkpoint / ".." / bert_checkpoint.name):
@@ -335,7 +334,7 @@ def test_an_adapter_speaks_for_itself_and_its_base(
         assert own in said and found["eval_loss"] == pytest.approx(loss, rel=1e-4)
         assert ("NOT PRIVATE" in said) is (base == not_private)
         words = ("evaluate", recipe, "--zero_shot", "--model_name_or_path", folder / "out")
-        assert "was trained" in fail(capsys, *words)
+        assert own in fail(capsys, *words)
     clean = tmp_path / "clean" / "out"
     replay = ["replay", "--base", clean / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"]
     assert "bit for bit" in run(capsys, *replay, "--trajectory", clean / "trajectory.safetensors")
