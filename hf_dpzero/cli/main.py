@@ -14,12 +14,11 @@ import argparse
 import dataclasses
 import importlib
 import os
-import re
 import sys
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import hf_dpzero
 from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Push
@@ -69,25 +68,9 @@ def _dispatch(words: list[str]) -> None:
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
     if overrides and command in ("push", "recipes", "init"):
-        hint = _meant(overrides[0], values)
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}{hint}")
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     module = importlib.import_module(f"hf_dpzero.cli.{MODULES[command]}")
-    try:
-        getattr(module, f"run_{command}")(arguments)
-    except ValueError as error:
-        # What is no option is taken for a setting of the recipe; it may have been meant as an option.
-        unknown = re.search(r"^command line: unknown key '(\w+)'", str(error))
-        if unknown and (hint := _meant(unknown[1], values)):
-            raise ValueError(f"unknown option --{unknown[1]}{hint}") from error
-        raise
-
-
-def _meant(word: str, options: Iterable[str]) -> str:
-    """Returns the option that is nearest to a word, as a question; empty if none is near."""
-    from hf_dpzero.values import nearest
-
-    near = nearest(word.lstrip("-").split("=")[0].replace("-", "_"), options)
-    return f"; did you mean --{near}?" if near else ""
+    getattr(module, f"run_{command}")(arguments)
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -52,20 +52,14 @@ def run_plan(arguments: Plan) -> None:
     if arguments.json:
         print(json.dumps(encode({**privacy, **sections}), indent=2))
         return
-    console, table = Console(), Table(title="privacy plan", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in privacy.items():
-        if name != "epsilon_by_relation" and value is not None:
-            table.add_row(name, _shown(value))
-    console.print(table)
-    if "epsilon_by_relation" in privacy:
-        relations = Table(title="the same noise under each neighbouring relation")
-        relations.add_column("relation")
-        relations.add_column(f"epsilon at delta={_shown(privacy['delta'])}")
-        for name, value in privacy["epsilon_by_relation"].items():
-            relations.add_row(name, _shown(value))
-        console.print(relations)
+    shown = dict(privacy)
+    for relation, epsilon in shown.pop("epsilon_by_relation", {}).items():
+        shown[f"epsilon under {relation}"] = epsilon  # of the same noise
+    table = Table(title="privacy plan", show_header=False)
+    for name, value in shown.items():
+        if value is not None:
+            table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+    Console().print(table)
     if sections:
         from hf_dpzero.experiments.plan import print_sections
 
@@ -78,11 +72,9 @@ def _check_given(arguments: Plan, given: Mapping[str, object]) -> None:
         raise ValueError("--checks are those of a run: give --recipe RECIPE.")
     if arguments.num_examples is None:
         raise ValueError("num_examples is missing; give --num_examples N, or --recipe FILE.")
-    for name in ("max_steps", "expected_batch_size"):
-        if name not in given and (name, given.get("sampling")) != (
-            "expected_batch_size",
-            "full_batch",
-        ):
+    drawn = given.get("sampling") != "full_batch"
+    for name in ("max_steps", *["expected_batch_size"] * drawn):
+        if name not in given:
             raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
 
 
@@ -105,10 +97,6 @@ def _print_checks(args: DPZeroConfig, as_json: bool) -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console().print(table)
-
-
-def _shown(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _of_settings(config: DPZeroConfig, n: int) -> Section:

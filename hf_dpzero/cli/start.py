@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import json
-import math
 from pathlib import Path
 
 from hf_dpzero.cli.options import Init, Recipes
@@ -33,18 +32,13 @@ def run_recipes(arguments: Recipes) -> None:
 def run_init(arguments: Init) -> None:
     """Reads the columns, counts n, writes a starter recipe or script and says what to do next."""
     from hf_dpzero.recipes.starter import Starter, detect_columns
+    from hf_dpzero.settings.config import DPZeroConfig
     from hf_dpzero.tasks.rows import read_rows
-    from hf_dpzero.values import positive
 
-    positive(arguments, "target_epsilon", "target_delta")
-    if not math.isfinite(arguments.target_epsilon):
-        raise ValueError(
-            f"target_epsilon={arguments.target_epsilon} must be a finite number above 0."
-        )
-    if arguments.target_delta is not None and arguments.target_delta >= 1:
-        raise ValueError(
-            f"target_delta={arguments.target_delta} must be a number in (0, 1), e.g. 1e-5."
-        )
+    epsilon, delta = arguments.target_epsilon, arguments.target_delta
+    DPZeroConfig(
+        use_cpu=True, target_epsilon=epsilon, target_delta=delta
+    )  # refuses impossible ones
     train, public = arguments.train_file, arguments.validation_file
     rows = read_rows(Path(train))
     columns = detect_columns(
@@ -67,8 +61,8 @@ def run_init(arguments: Init) -> None:
         num_examples=len(rows),
         train_file=train,
         validation_file=public,
-        target_epsilon=arguments.target_epsilon,
-        target_delta=arguments.target_delta,
+        target_epsilon=epsilon,
+        target_delta=delta,
         model=arguments.model,
     )
     suffix = ".py" if arguments.script else ".yaml"

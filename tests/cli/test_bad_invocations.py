@@ -188,7 +188,7 @@ TRAIN = [
     ("--report_to clearml", "clearml"),
     ("--report_to clearmll", "clearml"),
     # what training needs
-    ("--trace_back", "unknown option --trace_back; did you mean --traceback?"),
+    ("--trace_back", "unknown key 'trace_back'"),
     ("--gradient_accumulation_steps 2", "microbatch_size"),
     ("--sampling fixed_size_without_replacement", "replace_one"),
     ("--fp16 true", "fp16"),

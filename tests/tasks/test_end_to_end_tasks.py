@@ -369,9 +369,13 @@ def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
 
 def test_zero_shot_insists(tmp_path, models, capsys):
     recipe = recipe_of(tmp_path, models, "sst2", "causal_lm")
-    for name, value in (("num_demonstrations", 2), ("model_name_or_path", models["masked_lm"])):
+    other = models["masked_lm"]
+    for name, value, words in (
+        ("num_demonstrations", 2, "NOT PRIVATE: 2 training rows stand in every prompt"),
+        ("model_name_or_path", other, f"NOT KNOWN: {other} is not the recipe's base model"),
+    ):
         said = fail(capsys, "evaluate", recipe, "--zero_shot", f"--{name}", value)
-        assert f"without training rows, and {name}={value} says otherwise; leave one out" in said
+        assert "without training rows" in said and words in said
 
 
 REFUSED_RUNS: list[tuple[str, str, dict[str, Any], str]] = [
