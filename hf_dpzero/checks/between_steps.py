@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ class WeightsBetweenSteps:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._left = None  # an interrupted step leaves weights that were not noted
 
     def note(self) -> None:
@@ -101,7 +100,7 @@ class WeightsBetweenSteps:
         """What is compared, as integers, by kind: (views, room for their values, room for new ones)."""
         total = sum(tensor.numel() for tensor in tensors)
         stride = 1 if total <= WHOLE else math.ceil(total / SAMPLED)
-        kinds: dict[Any, list[Tensor]] = defaultdict(list)
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             some = tensor.detach().as_strided((math.ceil(tensor.numel() / stride),), (stride,))
             kinds[tensor.device, tensor.dtype].append(some.view(_BITS[tensor.element_size()]))

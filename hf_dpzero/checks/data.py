@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import random
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any
 
 import datasets
 import numpy as np
@@ -19,7 +18,7 @@ from hf_dpzero.batches.shapes import context_length
 from hf_dpzero.objectives.heads import is_language_model
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.objectives.prompted import PromptObjective
-from hf_dpzero.run import Run
+from hf_dpzero.run import Dataset, Run
 
 LABEL_COLUMNS = (
     *("labels", "label", "label_ids"),
@@ -27,7 +26,7 @@ LABEL_COLUMNS = (
 )
 
 
-def num_examples(dataset: Any) -> int:
+def num_examples(dataset: Dataset | None) -> int:
     """n, which the privacy plan is computed from.
 
     Raises:
@@ -41,7 +40,7 @@ def num_examples(dataset: Any) -> int:
     return len(dataset)
 
 
-def check_rows(dataset: Any) -> None:
+def check_rows(dataset: object) -> None:
     """Refuses training data that has no rows by number. None passes: nothing is trained.
 
     Raises:
@@ -58,7 +57,7 @@ def check_rows(dataset: Any) -> None:
         )
 
 
-def check_draws(collator: Any, dataset: Any) -> None:
+def check_draws(collator: object, dataset: object) -> None:
     """Refuses random generators of a collator's or a data set's own.
 
     What it draws for a row would follow from how many rows it saw before. The global generators run on
@@ -80,7 +79,7 @@ def check_draws(collator: Any, dataset: Any) -> None:
                 )
 
 
-def check_all_kept(given: Any, prepared: Any) -> None:
+def check_all_kept(given: object, prepared: object) -> None:
     """Refuses preparation by another trainer that leaves out rows, or makes more or fewer of them.
 
     Args:

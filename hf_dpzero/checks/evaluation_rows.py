@@ -16,16 +16,18 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
 from hf_dpzero.checks.data import LABEL_COLUMNS
 from hf_dpzero.estimators.random_state import isolated_randomness
+from hf_dpzero.run import Dataset
 
 logger = logging.get_logger(__name__)
 
@@ -45,6 +47,7 @@ _NO_INPUT = {
     *("special_tokens_mask", "id", "idx", "index", "guid", "__index_level_0__"),
 }
 _BATCH, _LOOKED_AT = 1000, 16
+_SEQUENCES = (str, bytes, Sequence, Mapping, np.ndarray, torch.Tensor)
 
 _REFUSAL = (
     "the evaluation data holds rows of train_dataset: evaluating on the private data would "
@@ -59,12 +62,12 @@ class PrivateRows:
       dataset: the training set, or None.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: object) -> None:
+        self.dataset = _by_number(dataset)
         self._digests: dict[tuple[object, ...], np.ndarray] = {}
         self._passed: deque[tuple[object, int | None]] = deque(maxlen=16)
 
-    def refuse(self, evaluation: Any) -> None:
+    def refuse(self, evaluation: object) -> None:
         """Refuses evaluation data that holds private rows; warns where a few may be chance.
 
         Neither the refusal nor the warning says how many rows they are, or which.
@@ -82,13 +85,15 @@ class PrivateRows:
             for part in evaluation.values():
                 self.refuse(part)
             return
-        if evaluation is None or _count(self.dataset) is None:  # then training is refused
+        if evaluation is None or self.dataset is None:  # then training is refused
             return
-        count = _count(evaluation)
+        rows = _by_number(evaluation)
+        count = None if rows is None else len(rows)
         if any(evaluation is seen and count == then for seen, then in self._passed):
             return
+        # what rows draw when they are read must not move the generators that training draws from
         with isolated_randomness():
-            share = self._share(evaluation)
+            share = self._share(_first_of(evaluation) if rows is None else rows, self.dataset)
         if share > 0:
             logger.warning(
                 "some rows of the evaluation data also occur in train_dataset. That is sound where both "
@@ -96,23 +101,16 @@ class PrivateRows:
             )
         self._passed.append((evaluation, count))
 
-    def _share(self, evaluation: Any) -> float:
+    def _share(self, evaluation: Dataset, dataset: Dataset) -> float:
         """The share of evaluation rows with private content, if it is small enough.
 
         Raises:
-          ValueError: see `refuse`.
+          ValueError: it is not.
         """
-        if _count(evaluation) is None:
-            if iter(evaluation) is evaluation:
-                raise ValueError(
-                    f"the evaluation data is a {type(evaluation).__name__} that can be read only once, "
-                    "so it cannot be compared with train_dataset: pass a list or a data set."
-                )
-            evaluation = list(itertools.islice(iter(evaluation), STREAMED))
         share = 0.0
-        for columns, least in _comparable(_inputs(self.dataset), _inputs(evaluation)):
+        for columns, least in _comparable(_inputs(dataset), _inputs(evaluation)):
             if columns not in self._digests:
-                self._digests[columns] = _digests(self.dataset, columns)
+                self._digests[columns] = _digests(dataset, columns)
             private = self._digests[columns]
             counts = np.unique(private, return_counts=True)[1]
             repeated = float(counts[counts > 1].sum() / max(1, len(private)))
@@ -121,25 +119,35 @@ class PrivateRows:
             if repeated > 0.5 or len(counts) < least * len(private):
                 continue  # as labels do, or tokens of a tiny vocabulary: equal ones say little
             seen = _digests(evaluation, columns)
-            found, part = int(np.isin(seen, private).sum()), len(private) / len(self.dataset)
+            found, part = int(np.isin(seen, private).sum()), len(private) / len(dataset)
             most = max(SHARED * part, repeated, least) * len(seen)
             if found and (found == len(seen) or found > max(1.0, most)):
                 raise ValueError(_REFUSAL)
             share = max(share, found / max(1, len(seen)))
-        if evaluation is self.dataset:  # whose rows may be other ones at each access
+        if evaluation is dataset:  # whose rows may be other ones at each access
             raise ValueError(_REFUSAL)
         return share
 
 
-def _count(dataset: Any) -> int | None:
-    """The number of rows; None for what has no rows by number, such as streams."""
+def _by_number(dataset: object) -> Dataset | None:
+    """The data set, if its rows have numbers; None for what has not, such as streams."""
     if isinstance(dataset, (datasets.IterableDataset, IterableDataset)):
         return None
-    has_rows = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    return len(dataset) if has_rows else None
+    found: Any = dataset
+    return found if hasattr(found, "__len__") and hasattr(found, "__getitem__") else None
 
 
-def _inputs(dataset: Any) -> dict[object, int]:
+def _first_of(stream: object) -> list[object]:
+    """The first rows of a stream that can be read again."""
+    if not isinstance(stream, Iterable) or iter(stream) is stream:
+        raise ValueError(
+            f"the evaluation data is a {type(stream).__name__} that can be read only once, "
+            "so it cannot be compared with train_dataset: pass a list or a data set."
+        )
+    return list(itertools.islice(stream, STREAMED))
+
+
+def _inputs(dataset: Dataset) -> dict[object, int]:
     """Columns without labels, masks and row numbers: 0 for single numbers, 1 for texts or sequences.
 
     2 for long ones, of more than eight characters or four numbers.
@@ -147,12 +155,11 @@ def _inputs(dataset: Any) -> dict[object, int]:
     inputs: dict[object, int] = {}
     for row in _read(dataset, range(min(len(dataset), _LOOKED_AT))):
         for name, cell in row.items():
-            sequence = (
-                isinstance(cell, (str, bytes, Sequence, Mapping)) or getattr(cell, "ndim", 0) > 0
-            )
-            long = sequence and len(cell) > (8 if isinstance(cell, str) else 4)
+            kind = 0
+            if isinstance(cell, _SEQUENCES) and getattr(cell, "ndim", 1) > 0:
+                kind = 1 + (len(cell) > (8 if isinstance(cell, str) else 4))
             if name not in _NO_INPUT:
-                inputs[name] = max(inputs.get(name, 0), sequence + long)
+                inputs[name] = max(inputs.get(name, 0), kind)
     return inputs
 
 
@@ -172,7 +179,7 @@ def _comparable(
     return [(sequences, 0.0), *long] if sequences else []
 
 
-def _digests(dataset: Any, columns: tuple[object, ...]) -> np.ndarray:
+def _digests(dataset: Dataset, columns: tuple[object, ...]) -> np.ndarray:
     """A 64-bit digest of each row's `columns`, uint64 `[N]`."""
     digests, rows = [], range(len(dataset))
     if not isinstance(dataset, (datasets.Dataset, Sequence)) and len(rows) > READ:
@@ -187,21 +194,20 @@ def _digests(dataset: Any, columns: tuple[object, ...]) -> np.ndarray:
 
 
 def _read(
-    dataset: Any, rows: Sequence[int], columns: tuple[object, ...] | None = None
-) -> Iterator[Mapping[object, Any]]:
+    dataset: Dataset, rows: Sequence[int], columns: tuple[object, ...] | None = None
+) -> Iterator[Mapping[object, object]]:
     """Rows by column; of a `datasets.Dataset` as they are stored, without its format or transform."""
     if not isinstance(dataset, datasets.Dataset):
         yield from (_fields(dataset[row]) for row in rows)
         return
     names = [name for name in dataset.column_names if columns is None or name in columns]
     stored = dataset.with_format("arrow").select_columns(names).select(rows)
-    tables: Iterable[Any] = stored.iter(_BATCH)
-    for table in tables:
+    for table in cast(Iterable[pa.Table], stored.iter(_BATCH)):
         cells = (table.column(name).to_pylist() for name in names)
         yield from (dict(zip(names, row, strict=True)) for row in zip(*cells, strict=True))
 
 
-def _fields(row: Any) -> Mapping[object, Any]:
+def _fields(row: object) -> Mapping[Any, object]:
     """A row's cells by name, by position in a tuple, or as the one cell that it is."""
     if isinstance(row, Mapping):
         return row
@@ -210,7 +216,7 @@ def _fields(row: Any) -> Mapping[object, Any]:
     return dict(vars(row)) if hasattr(row, "__dict__") and not hasattr(row, "ndim") else {0: row}
 
 
-def _content(cell: Any) -> bytes:
+def _content(cell: object) -> bytes:
     """Equal for equal contents, whether they are stored as a list, an array or a tensor."""
     if isinstance(cell, torch.Tensor):
         cell = (cell.double() if cell.is_floating_point() else cell).detach().cpu().numpy()

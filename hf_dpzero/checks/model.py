@@ -142,20 +142,6 @@ def check_adapters(model: nn.Module) -> None:
         )
 
 
-def check_evaluation_mode(model: nn.Module) -> None:
-    """After model.eval(): refuses batch normalisation that stays in training mode.
-
-    Raises:
-      ValueError: names the layer.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.training:
-            raise ValueError(
-                f"{name} stays in training mode after model.eval(): its batch statistics make each "
-                "loss depend on the other examples. Do not override its train()/eval()."
-            )
-
-
 @contextlib.contextmanager
 def parameters_left_alone(model: nn.Module) -> Iterator[None]:
     """Refuses a model whose forward passes inside the block write to its parameters.

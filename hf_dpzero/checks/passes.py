@@ -44,7 +44,7 @@ from hf_dpzero.batches.shapes import (
 )
 from hf_dpzero.checks.data import of_first_row
 from hf_dpzero.checks.invented_rows import InventedRows, at_nonzero_weights
-from hf_dpzero.checks.model import check_evaluation_mode, parameters_left_alone
+from hf_dpzero.checks.model import parameters_left_alone
 from hf_dpzero.checks.precision import couples_values, low_precision
 from hf_dpzero.checks.public_rows import NOT_TAKEN, first_row, is_ours, widths
 from hf_dpzero.checks.smoke_test import ROOM, CoupledLosses, SmokeTest
@@ -144,10 +144,10 @@ def check_first_row(run: Run) -> None:
     Raises:
       ValueError: says what to look at; the loss is discarded.
     """
-    with parameters_left_alone(run.model), evaluation_mode(run.model):
-        check_evaluation_mode(run.model)
-        with of_first_row("evaluated"), uncompiled(run.model):
-            _losses(run, run.evaluate, run.rows.collate_rows([0]))
+    model, row = run.model, run.rows.collate_rows
+    with parameters_left_alone(model), evaluation_mode(model), of_first_row("evaluated"):
+        with uncompiled(model):
+            _losses(run, run.evaluate, row([0]))
 
 
 def check_collator(run: Run) -> None:

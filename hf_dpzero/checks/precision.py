@@ -19,6 +19,7 @@ from hf_dpzero.perturbation.trainable import quantised_kind
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
     from hf_dpzero.settings.config import DPZeroConfig
 
@@ -198,7 +199,7 @@ def couples_values(model: nn.Module) -> str:
     return "" if known else _unknown_storage(model)
 
 
-def _quantises_weights(settings: Any) -> bool:
+def _quantises_weights(settings: Mapping[str, object] | QuantizationConfigMixin) -> bool:
     values = settings if isinstance(settings, Mapping) else settings.to_dict()
     method = getattr(values.get("quant_method"), "value", values.get("quant_method"))
     if method == "bitsandbytes":  # 8-bit layers are looked at one by one

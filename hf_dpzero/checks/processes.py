@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +73,7 @@ _SAME_ROWS = (
 )
 
 
-def check_agreement(run: Run, header: Mapping[str, Any]) -> None:
+def check_agreement(run: Run, header: Mapping[str, object]) -> None:
     """Refuses ranks that do not run the same thing. Called before a ledger is opened or anything moved.
 
     Args:
