@@ -126,19 +126,13 @@ def check_adapters(model: nn.Module) -> None:
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     prefix = getattr(model.base_model, "prefix", "prompt_encoder")  # of PEFT's names, e.g. "lora_"
-    pattern = f"{prefix}|modules_to_save"
     unused = [name for name in names if ".original_module." in name]
-    if unused:
+    if unused or not any(str(prefix) in name for name in names):
+        what = "of which PEFT runs a copy" if unused else "and no parameter of the adapter"
         raise ValueError(
-            f"{unused[0]} would be trained, but PEFT runs the copy of it called modules_to_save; "
-            "leave `trainable` at null, which trains the adapter and the head, or set it to "
-            f"{pattern!r}."
-        )
-    if not any(str(prefix) in name for name in names):
-        raise ValueError(
-            f"no parameter of the adapter would be trained (but {', '.join(names[:3]) or 'none'}); "
-            f"leave `trainable` at null or set it to {pattern!r}. To train the head alone, "
-            "drop peft_method."
+            f"{(unused or names or ['nothing'])[0]} would be trained, {what}: leave `trainable` at "
+            "null, which trains the adapter and the head, or set it to "
+            f"'{prefix}|modules_to_save'. To train the head alone, drop peft_method."
         )
 
 

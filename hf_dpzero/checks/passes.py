@@ -144,10 +144,14 @@ def check_first_row(run: Run) -> None:
     Raises:
       ValueError: says what to look at; the loss is discarded.
     """
-    model, row = run.model, run.rows.collate_rows
-    with parameters_left_alone(model), evaluation_mode(model), of_first_row("evaluated"):
-        with uncompiled(model):
-            _losses(run, run.evaluate, row([0]))
+    model = run.model
+    with (
+        parameters_left_alone(model),
+        evaluation_mode(model),
+        of_first_row("evaluated"),
+        uncompiled(model),
+    ):
+        _losses(run, run.evaluate, run.rows.collate_rows([0]))
 
 
 def check_collator(run: Run) -> None:
