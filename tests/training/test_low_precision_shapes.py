@@ -101,17 +101,6 @@ def test_the_same_coupling_is_found_by_the_test_above(tmp_path):
     assert not all(part.items() <= whole.items() for part in parts)
 
 
-def test_a_batch_mean_is_refused_in_low_precision_too(tmp_path):
-    def losses(model: nn.Module, inputs: Any) -> Tensor:
-        own = sequence_classification_objective(model, inputs)
-        return own + own.mean()
-
-    objective = {"compute_per_example_loss": losses}
-    trainer = trainer_of(tmp_path, tiny_opt().bfloat16(), trainer_settings=objective)
-    with pytest.raises(ValueError, match="depends on the other examples"):
-        prepare(trainer.run)
-
-
 def test_the_report_says_how_losses_were_evaluated(tmp_path):
     trainer = trainer_of(tmp_path, tiny_model().bfloat16())
     trainer.train()

@@ -497,36 +497,6 @@ def test_a_resume_with_another_plan_is_refused(tmp_path):
             build(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
 
 
-def test_training_rows_as_evaluation_data_are_refused(tmp_path):
-    data = tiny_data()
-    split = data.train_test_split(0.2, seed=0)
-    cases = [
-        (data, data),
-        (data, {"public": tiny_data(9, seed=7), "seen": data}),
-        (data, data.select(range(5))),
-        (split["train"], data),
-    ]
-    for train, evaluation in cases:
-        with pytest.raises(ValueError, match="rows of train_dataset"):
-            DPZeroTrainer(
-                model=tiny_model(),
-                args=config(tmp_path),
-                train_dataset=train,
-                eval_dataset=evaluation,
-            )
-    trainer = DPZeroTrainer(
-        model=tiny_model(),
-        args=config(tmp_path),
-        train_dataset=split["train"],
-        eval_dataset=split["test"],
-        data_collator=default_data_collator,
-    )
-    assert trainer.evaluate()["eval_loss"] > 0
-    for call in (trainer.evaluate, trainer.predict):
-        with pytest.raises(ValueError, match="rows of train_dataset"):
-            call(split["train"])
-
-
 def test_delta_above_one_over_n_warns_once(tmp_path, caplog):
     delta = 0.0502173  # of no other test: what was said is remembered
     trainer = build(tmp_path, target_delta=delta)
@@ -609,16 +579,6 @@ def test_a_collator_must_keep_one_row_for_each_example(tmp_path):
         trainer.data_collator = collate
         with pytest.raises(ValueError, match="one row for each example"):
             trainer.train()
-
-
-def test_losses_that_depend_on_other_examples_are_refused(tmp_path):
-    def loss(model, inputs):
-        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
-        own = torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
-        return own + logits.sum() * 0.1
-
-    with pytest.raises(ValueError, match="depends on the other examples"):
-        build(tmp_path, trainer_settings={"compute_per_example_loss": loss}).train()
 
 
 def test_data_cannot_move_the_global_generators(tmp_path):

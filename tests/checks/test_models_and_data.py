@@ -1,8 +1,9 @@
-"""Refusals that need the model or the data: each message says what, the value, what to do."""
+"""What a model, its memory and its data may be: models that are refused, and sound ones."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.checks import data as data_checks
-from hf_dpzero.checks import model as validation
+from hf_dpzero.checks import model as checks
 from hf_dpzero.checks.precision import check_precision
 from hf_dpzero.estimators.offload import prefetcher_of
 from hf_dpzero.parallel import collectives
@@ -21,43 +22,23 @@ from hf_dpzero.perturbation.trainable import check_storage, select_trainable
 
 def check_model(model: nn.Module) -> None:
     """All checks of a model alone, in their order."""
-    validation.check_placement(model)
-    validation.check_trained(model)
-    validation.check_layers(model)
-
-
-class Rows:
-    """A map-style data set of given columns."""
-
-    def __init__(self, count: int, *columns: str) -> None:
-        self.count, self.columns = count, columns
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return dict.fromkeys(self.columns, index)
-
-
-# ---- data
-
-
-def test_num_examples_counts():
-    assert data_checks.num_examples(Rows(7, "labels")) == 7
-    assert data_checks.num_examples([1, 2, 3]) == 3
+    checks.check_placement(model)
+    checks.check_trained(model)
+    checks.check_layers(model)
 
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
         (None, "train_dataset is None"),
-        (Rows(0), "train_dataset is empty"),
+        ([], "train_dataset is empty"),
         (iter([1, 2]), "a list_iterator.*no rows by number.*map-style"),
         ({"train": [1]}, r"a dict, .*\['train'\]"),
         ({1, 2}, "a set, which has no rows by number"),
     ],
 )
 def test_data_without_a_size_is_refused(dataset: Any, message: str):
+    assert data_checks.num_examples([1, 2, 3]) == 3
     with pytest.raises(ValueError, match=message):
         data_checks.num_examples(dataset)
 
@@ -84,25 +65,16 @@ def test_a_pattern_that_matches_nothing_changes_nothing():
     assert all(p.requires_grad for p in model.parameters())
 
 
-# ---- the model
+# ---- models
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.SyncBatchNorm])
-def test_batch_statistics_are_refused(layer: type[nn.Module]):
-    model = nn.Sequential(nn.Linear(2, 2), layer(2, track_running_stats=False))
-    with pytest.raises(
-        ValueError, match=r"1 normalises with the statistics of its batch.*LayerNorm"
-    ):
-        check_model(model)
-    check_model(nn.Sequential(layer(2)))  # constants in eval mode
+def two(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), *(layers or [nn.Linear(2, 2)]))
 
 
-# ---- dtypes that cannot be perturbed
-
-
-def holding(parameter: nn.Parameter) -> nn.Module:
+def holding(values: Tensor, kind: Callable[..., nn.Parameter] = nn.Parameter) -> nn.Module:
     model = nn.Linear(2, 2)
-    model.odd = parameter
+    model.odd = kind(values, requires_grad=values.is_floating_point() or values.is_complex())
     return model
 
 
@@ -114,48 +86,138 @@ class Packed(torch.Tensor):
     """A tensor subclass that looks like float32, as torchao's quantised tensors do."""
 
 
-@pytest.mark.parametrize(
-    ("parameter", "message"),
-    [
-        (nn.Parameter(torch.ones(2, dtype=torch.float64)), r"float64.*load the model in float32"),
-        (nn.Parameter(torch.ones(2, dtype=torch.complex64)), "complex64.*view_as_real"),
-        (
-            nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn)),
-            "float8_e4m3fn, too coarse.*bfloat16 or float32",
-        ),
-        (
-            nn.Parameter(torch.ones(2).to(torch.float8_e5m2)),
-            "float8_e5m2, too coarse.*bfloat16 or float32",
-        ),
-        (
-            Params4bit(torch.ones(2).bfloat16()),
-            r"odd is quantised \(Params4bit, torch.bfloat16\).*adapters \(LoRA\)",
-        ),
-        (
-            nn.Parameter(torch.ones(2).as_subclass(Packed)),
-            r"odd is quantised \(Packed, torch.float32\).*without quantization",
-        ),
-    ],
-    ids=lambda value: None if isinstance(value, str) else str(value.dtype),
-)
-def test_dtypes_without_exact_perturbations_are_refused_where_they_train(
-    parameter: nn.Parameter, message: str
-):
-    model = holding(parameter)
-    with pytest.raises(ValueError, match=rf"^odd .*{message.removeprefix('odd ')}"):
-        check_model(model)
-    parameter.requires_grad_(False)
-    check_model(model)
+def made_in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_three_dtypes_that_train_are_let_through(dtype: torch.dtype):
-    check_model(holding(nn.Parameter(torch.ones(2, dtype=dtype))))
+def moving_as_a_whole() -> nn.Module:
+    model = two()
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cpu"))
+    return model
+
+
+class Shared(nn.Module):
+    """Keeps a second tensor over a part of `weight`'s memory."""
+
+    def __init__(self, keep: Callable[[Tensor], Any], frozen: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=not frozen)
+        self.before = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.other = keep(self.weight.detach()[2:])
+
+
+SHARED: dict[str, Callable[[Tensor], Any]] = {
+    "buffer": nn.Buffer,
+    "parameter": lambda view: nn.Parameter(view, requires_grad=False),
+    "attribute": lambda view: view,
+    "attribute, a list": lambda view: [torch.zeros(1), view],
+    "attribute, a dictionary": lambda view: {"view": view.t()},
+}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "batch statistics": (
+        lambda: two(nn.BatchNorm1d(2, track_running_stats=False)),
+        "1 normalises with the statistics of its batch.*LayerNorm",
+    ),
+    "synchronised": (
+        lambda: two(nn.SyncBatchNorm(2, track_running_stats=False)),
+        "1 normalises with the statistics of its batch.*LayerNorm",
+    ),
+    "norms": (lambda: nn.Embedding(5, 3, max_norm=1.0), "max_norm=1.0.*set max_norm=None"),
+    "float64": (
+        lambda: holding(torch.ones(2).double()),
+        "^odd .*float64.*load the model in float32",
+    ),
+    "complex": (lambda: holding(torch.ones(2) * 1j), "^odd .*complex64.*view_as_real"),
+    "float8_e4m3fn": (
+        lambda: holding(torch.ones(2).to(torch.float8_e4m3fn)),
+        "^odd .*float8_e4m3fn, too coarse.*bfloat16 or float32",
+    ),
+    "float8_e5m2": (
+        lambda: holding(torch.ones(2).to(torch.float8_e5m2)),
+        "^odd .*float8_e5m2, too coarse.*bfloat16 or float32",
+    ),
+    "4 bits": (
+        lambda: holding(torch.ones(2).bfloat16(), Params4bit),
+        r"^odd is quantised \(Params4bit, torch.bfloat16\).*adapters \(LoRA\)",
+    ),
+    "packed": (
+        lambda: holding(torch.ones(2).as_subclass(Packed)),
+        r"^odd is quantised \(Packed, torch.float32\).*without quantization",
+    ),
+    "inference mode": (made_in_inference_mode, r"weight was made under torch.inference_mode\(\)"),
+    "meta": (
+        lambda: two(nn.Linear(2, 2, device="meta").requires_grad_(False)),
+        "1.weight is on the meta device.*load its weights",
+    ),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight has no shape yet"),
+    "moving": (moving_as_a_whole, r"moves as a whole.*accelerate\.cpu_offload"),
+    "shared with a trained one": (
+        lambda: nn.ModuleDict({"m": Shared(nn.Parameter)}),
+        "m.other and parameter m.weight use the same memory.*clone",
+    ),
+    **{
+        f"shared with a {name}": (
+            lambda keep=keep: nn.ModuleDict({"m": Shared(keep), "free": nn.Linear(2, 2)}),
+            f"parameter m.weight and {name.partition(',')[0]} m.other use the same memory.*clone",
+        )
+        for name, keep in SHARED.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_trained_in_place_are_refused(name: str):
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        check_model(make())
+
+
+def spread_without_offload() -> nn.Module:
+    hooks, model = pytest.importorskip("accelerate.hooks"), two()
+    hooks.attach_align_device_hook_on_blocks(
+        model, execution_device={"0": "cpu", "1": "cpu"}, offload={"0": False, "1": False}
+    )
+    assert model[0]._hf_hook is not None
+    return model
+
+
+def tied_beside_neighbours() -> nn.Module:
+    """Also the parameter itself as an attribute."""
+    model = nn.Module()
+    model.first, model.tied = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.tied.weight = model.first.weight
+    model.known = [model.first.weight]  # as nn.LSTM keeps its parameters
+    pool = torch.ones(8)
+    model.low, model.high = nn.Parameter(pool[:4]), nn.Parameter(pool[4:])
+    model.empty = nn.Parameter(pool[2:2])
+    return model
+
+
+SOUND: dict[str, Callable[[], nn.Module]] = {
+    "constants in eval mode": lambda: two(nn.BatchNorm1d(2), nn.SyncBatchNorm(2)),
+    "tied": tied_beside_neighbours,
+    "cells": lambda: nn.LSTM(2, 2),
+    "spread": spread_without_offload,
+    **{
+        str(dtype): lambda dtype=dtype: holding(torch.ones(2, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    },
+    **{f"frozen {n}": lambda n=n: REFUSED[n][0]().requires_grad_(False) for n in
+       ("float64", "complex", "float8_e5m2", "4 bits", "packed")},
+    **{f"frozen, {n}": lambda keep=keep: Shared(keep, frozen=True) for n, keep in SHARED.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_models_are_let_through(name: str):
+    check_model(SOUND[name]())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
 def test_quantised_weights_selected_by_trainable_are_refused_and_stay_frozen(dtype: torch.dtype):
-    model = holding(nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False))
+    model = holding(torch.ones(2, dtype=dtype))
     with pytest.raises(
         ValueError, match=r"odd \(selected by trainable='odd\|bias'\) is quantised.*LoRA"
     ):
@@ -165,69 +227,30 @@ def test_quantised_weights_selected_by_trainable_are_refused_and_stay_frozen(dty
     check_model(model)
 
 
-def test_weights_made_in_inference_mode_are_refused():
-    with torch.inference_mode():
-        model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"weight was made under torch.inference_mode\(\)"):
-        check_model(model)
-
-
 # ---- where the weights are
 
 
-def test_meta_weights_and_lazy_layers_are_refused_also_where_frozen():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta").requires_grad_(False))
-    with pytest.raises(ValueError, match=r"1.weight is on the meta device.*load its weights"):
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_offloaded_weights_are_fine_once_they_live_somewhere(tmp_path, where: str, frozen: bool):
+    accelerate, model = pytest.importorskip("accelerate"), two()
+    model[1].requires_grad_(not frozen)
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"meta device.*offload is fine"):
         check_model(model)
-    with pytest.raises(ValueError, match=r"0.weight has no shape yet"):
-        check_model(nn.Sequential(nn.LazyLinear(2)))
-
-
-def offloaded_to_cpu(model: nn.Module, folder: Any) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-
-
-def offloaded_to_disk(model: nn.Module, folder: Any) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
-
-
-def offloaded_by_turns(model: nn.Module, folder: Any) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cpu"))
-
-
-def offloaded_under_another_hook(model: nn.Module, folder: Any) -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    hooks.add_hook_to_module(model[1], hooks.ModelHook())
-    hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, weights_map={})
-    model[1]._hf_hook = hooks.SequentialHook(model[1]._hf_hook, hook)
-
-
-@pytest.mark.parametrize("offload", [offloaded_to_cpu, offloaded_to_disk])
-def test_offloaded_weights_are_fine_once_they_live_somewhere(tmp_path: Any, offload: Any):
-    for frozen in (False, True):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model[1].requires_grad_(not frozen)
-        offload(model, tmp_path / str(frozen))
-        with pytest.raises(ValueError, match=r"meta device.*offload is fine"):
-            check_model(model)
-        settle_offloaded(model)
-        check_model(model)
-
-
-def test_a_model_that_moves_as_a_whole_is_refused():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    offloaded_by_turns(model, None)
-    with pytest.raises(ValueError, match=r"moves as a whole.*accelerate\.cpu_offload"):
-        check_model(model)
+    settle_offloaded(model)
+    check_model(model)
 
 
 def test_offload_under_another_hook_is_settled():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    hooks, model = pytest.importorskip("accelerate.hooks"), two()
     before = model[1].weight
-    offloaded_under_another_hook(model, None)  # its weights are there
+    hooks.add_hook_to_module(model[1], hooks.ModelHook())
+    hook = hooks.AlignDevicesHook(execution_device="cpu", offload=True, weights_map={})
+    model[1]._hf_hook = hooks.SequentialHook(model[1]._hf_hook, hook)  # its weights are there
     settle_offloaded(model)
     assert model[1].weight is before and prefetcher_of(model) is not None
 
@@ -244,78 +267,6 @@ def test_several_gpus_in_one_process_serve_a_model_that_is_spread_over_them():
                 with pytest.raises(ValueError, match="2 GPUs in one process.*device_map='auto'"):
                     collectives.check_one_device(args, given)
     collectives.check_one_device(SimpleNamespace(n_gpu=1))
-
-
-def test_a_device_map_without_offload_is_let_through():
-    hooks = pytest.importorskip("accelerate.hooks")
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    hooks.attach_align_device_hook_on_blocks(
-        model, execution_device={"0": "cpu", "1": "cpu"}, offload={"0": False, "1": False}
-    )
-    assert model[0]._hf_hook is not None
-    check_model(model)
-
-
-# ---- memory of a parameter's own
-
-
-class Shared(nn.Module):
-    """Each way of keeping a second tensor over `weight`'s memory."""
-
-    def __init__(self, kind: str, frozen: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=not frozen)
-        self.before = nn.Parameter(torch.ones(3), requires_grad=False)
-        view = self.weight.detach()[2:]
-        if kind == "buffer":
-            self.register_buffer("other", view)
-        elif kind == "frozen parameter":
-            self.other = nn.Parameter(view, requires_grad=False)
-        elif kind == "trainable parameter":
-            self.other = nn.Parameter(view)
-        elif kind == "attribute":
-            self.other = view
-        elif kind == "list":
-            self.other = [torch.zeros(1), view]
-        elif kind == "dictionary":
-            self.other = {"view": view.t()}
-
-
-KINDS = {
-    "buffer": "buffer m.other",
-    "frozen parameter": "parameter m.other",
-    "trainable parameter": "parameter m.other",
-    "attribute": "attribute m.other",
-    "list": "attribute m.other",
-    "dictionary": "attribute m.other",
-}
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_memory_shared_with_what_is_not_a_tied_weight_is_refused(kind: str):
-    model = nn.ModuleDict({"m": Shared(kind), "free": nn.Linear(2, 2)})
-    with pytest.raises(ValueError, match="use the same memory.*clone") as error:
-        check_model(model)
-    assert "parameter m.weight" in str(error.value)
-    assert KINDS[kind] in str(error.value)
-
-
-def test_shared_memory_of_frozen_weights_does_no_harm():
-    for kind in KINDS.keys() - {"trainable parameter"}:
-        check_model(nn.ModuleDict({"m": Shared(kind, frozen=True)}))
-
-
-def test_tied_weights_neighbours_and_the_parameter_itself_as_attribute_are_fine():
-    model = nn.Module()
-    model.first = nn.Linear(4, 4)
-    model.tied = nn.Linear(4, 4)
-    model.tied.weight = model.first.weight
-    model.known = [model.first.weight]  # as nn.LSTM keeps its parameters
-    pool = torch.ones(8)
-    model.low, model.high = nn.Parameter(pool[:4]), nn.Parameter(pool[4:])
-    model.empty = nn.Parameter(pool[2:2])
-    check_model(model)
-    check_model(nn.LSTM(2, 2))
 
 
 def test_overlaps_are_found_whatever_lies_between():
@@ -399,18 +350,18 @@ def test_a_forward_that_writes_to_its_parameters_is_refused(kind: str):
     model = nn.Sequential(Writer(WRITES[kind]))
     with (
         pytest.raises(ValueError, match=r"0\.(weight|frozen) was changed by .*un-noised private"),
-        validation.parameters_left_alone(model),
+        checks.parameters_left_alone(model),
     ):
         model(torch.ones(3))
 
 
 def test_a_forward_that_reads_or_keeps_buffers_is_left_alone():
     model = nn.Sequential(Writer(lambda m: m.calls.add_(1)))
-    with validation.parameters_left_alone(model):
+    with checks.parameters_left_alone(model):
         model(torch.ones(3))
     with (
         pytest.raises(RuntimeError, match="from inside"),  # and hides nobody's exception
-        validation.parameters_left_alone(model),
+        checks.parameters_left_alone(model),
     ):
         raise RuntimeError("from inside")
 
