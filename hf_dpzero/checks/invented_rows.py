@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.batches.shapes import Row, is_along, masked_shape
+from hf_dpzero.batches.placement import bucket
+from hf_dpzero.batches.shapes import PassShapes, Row, is_along, masked_shape
 from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model
 
 _POSITIONS = ("start_positions", "end_positions")
@@ -23,7 +24,22 @@ _IDS = ("input_ids", "decoder_input_ids")
 _ONES = ("attention_mask", "decoder_attention_mask", "answer_lengths", *_POSITIONS)
 _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
 _DECODER_WIDTH = 8
+_LEAST, _MOST, _WEIGHED = 512, 1 << 12, 1 << 36
 _OTHER_WIDTHS = {"input_values": (3200, 6400), "input_features": (64, 128)}  # samples, frames
+
+
+def tokens_of_a_pass(parameters: int, device: str) -> int:
+    """Tokens of one pass of the smoke test, at most, where it has more than its narrowest rows.
+
+    A start takes seconds on a CPU: a pass of 135 million parameters has 512 tokens there, which is 32
+    columns of 16 rows. A GPU takes as many as it needs for widths of ordinary texts.
+
+    >>> tokens_of_a_pass(135_000_000, "cpu"), tokens_of_a_pass(22_700_000, "cpu")
+    (512, 3027)
+    """
+    if device != "cpu":
+        return _MOST
+    return min(_MOST, max(_LEAST, _WEIGHED // max(parameters, 1)))
 
 
 class InventedRows:
@@ -32,11 +48,11 @@ class InventedRows:
     Args:
       form: row 0, collated alone.
       model: its vocabulary and number of labels bound what is drawn.
-      side: of the padding.
+      shapes: of the run; its widths bound those that are made.
     """
 
-    def __init__(self, form: Row, model: nn.Module, side: str) -> None:
-        self.form, self.side = form, side
+    def __init__(self, form: Row, model: nn.Module, shapes: PassShapes) -> None:
+        self.form, self.shapes, self.side = form, shapes, shapes.padding_side
         self._shape = masked_shape(form)
         self._tokens, self._end = _vocabulary(model)
         name = type(base_model(model)).__name__
@@ -44,16 +60,27 @@ class InventedRows:
         classes = getattr(getattr(base_model(model), "config", None), "num_labels", None)
         self._classes = classes if isinstance(classes, int) and classes > 0 else 2
 
-    def width(self, wide: bool, least: int, widest: int = 0) -> int:
-        """Columns of a narrow or a wide row: tokens as given, sounds as long as convolutions need."""
-        for name, widths in _OTHER_WIDTHS.items():
-            if name in self.form:
-                return widths[wide]
-        return max(least, widest) if wide else least
+        parameters = list(model.parameters())
+        device = parameters[0].device.type if parameters else "cpu"
+        self._tokens_of_a_pass = tokens_of_a_pass(sum(p.numel() for p in parameters), device)
+        self._least = bucket(1, shapes.context_length, shapes.max_length)
 
-    def row(
-        self, seed: int, width: int = 0, length: int = 0, scale: float = 1.0
-    ) -> dict[str, Tensor]:
+    def narrow(self, seed: int = 0) -> Row:
+        """A padded row as narrow as rows are; sounds are as long as convolutions need."""
+        width = next((w for n, (w, _) in _OTHER_WIDTHS.items() if n in self.form), self._least)
+        return self.row(seed, width, max(1, width - 2))
+
+    def wide(self, size: int) -> Row:
+        """An unmasked row, as wide as a pass of so many may be."""
+        limits = (
+            self._tokens_of_a_pass // size,
+            *(self.shapes.context_length, self.shapes.max_length),
+        )
+        widest = max(self._least, min(tokens for tokens in limits if tokens is not None))
+        width = next((w for n, (_, w) in _OTHER_WIDTHS.items() if n in self.form), widest)
+        return self.row(size, width, width)
+
+    def row(self, seed: int, width: int, length: int, scale: float = 1.0) -> dict[str, Tensor]:
         """A batch of one.
 
         Args:

@@ -133,8 +133,7 @@ def _form(run: Run, shapes: PassShapes, first: Row) -> Row:
 
 def invented_rows(run: Run, shapes: PassShapes) -> InventedRows:
     """Returns what makes rows in the form of the run's."""
-    form = _form(run, shapes, shapes.collate_each([0])[0])
-    return InventedRows(form, run.model, shapes.padding_side)
+    return InventedRows(_form(run, shapes, shapes.collate_each([0])[0]), run.model, shapes)
 
 
 @torch.no_grad()
@@ -246,7 +245,7 @@ def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | N
         return _losses(run, run.evaluate.trial, batch, seed)
 
     coarse = bool(low_precision(model, args))
-    smoke = SmokeTest(shapes, invented_rows(run, shapes), losses, model, coarse)
+    smoke = SmokeTest(invented_rows(run, shapes), losses, model, coarse)
     try:
         reason = smoke.run(sizes)
     except NOT_TAKEN as error:
@@ -290,7 +289,7 @@ def _sizes_within(
     holding = [chosen for chosen in smaller if smoke.move(chosen) <= bound]
 
     def cost(chosen: tuple[int, ...]) -> float:
-        return _placement(run, smoke.shapes, chosen, tokens).expected_tokens()
+        return _placement(run, smoke.rows.shapes, chosen, tokens).expected_tokens()
 
     return min(holding, key=cost, default=(1,))
 
@@ -337,7 +336,7 @@ def _gradient_sizes(run: Run, smoke: SmokeTest, sizes: tuple[int, ...]) -> tuple
         for size, wide in itertools.product(sizes, (False, True)):
             if size == 1:
                 continue
-            row, _ = smoke.row(size if wide else 0, size, wide)
+            row = smoke.rows.wide(size) if wide else smoke.rows.narrow()
             total, count = summed(row, min(sizes))
             alone = total / count
             norm = min(norm, float(alone.norm()))

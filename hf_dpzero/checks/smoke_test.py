@@ -18,12 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.batches.placement import PassBytes, bucket, measured
-from hf_dpzero.batches.shapes import PassShapes, Row, blank_like, shape_of, stacked, unmasked
+from hf_dpzero.batches.placement import PassBytes, measured
+from hf_dpzero.batches.shapes import Row, blank_like, shape_of, stacked, unmasked, width_of
 from hf_dpzero.checks.invented_rows import InventedRows
 from hf_dpzero.objectives.losses import base_model, is_compiled
-
-_LEAST, _MOST, _WEIGHED = 512, 1 << 12, 1 << 36
 
 ROOM = 2.0**-12
 """D may be this share of the smallest clip: a sixteenth of what A2 allows, for what was not tried."""
@@ -50,26 +48,11 @@ class Losses(Protocol):
     def __call__(self, batch: Mapping[str, Tensor], seed: int = 0) -> Tensor: ...
 
 
-def tokens_of_a_pass(parameters: int, device: str) -> int:
-    """Tokens of one pass of the smoke test, at most, where it has more than its narrowest rows.
-
-    A start takes seconds on a CPU: a pass of 135 million parameters has 512 tokens there, which is 32
-    columns of 16 rows. A GPU takes as many as it needs for widths of ordinary texts.
-
-    >>> tokens_of_a_pass(135_000_000, "cpu"), tokens_of_a_pass(22_700_000, "cpu")
-    (512, 3027)
-    """
-    if device != "cpu":
-        return _MOST
-    return min(_MOST, max(_LEAST, _WEIGHED // max(parameters, 1)))
-
-
 @dataclass
 class SmokeTest:
     """What a few passes of invented rows show of a model.
 
     Attributes:
-      shapes: of the run; its widths bound those that are tried.
       rows: what is tried.
       losses: of the run, without gradients, in eval mode.
       model: whose innermost modules are looked at, unless it is compiled.
@@ -78,7 +61,6 @@ class SmokeTest:
       bytes: of what modules returned in a pass of `tokens` tokens.
     """
 
-    shapes: PassShapes
     rows: InventedRows
     losses: Losses
     model: nn.Module
@@ -96,33 +78,30 @@ class SmokeTest:
         Raises:
           CoupledLosses: a loss moves by more than rounding beside other rows, or with what came before.
         """
-        narrow, least = self.row(0, 1, wide=False)
+        narrow = self.rows.narrow()
         with measured(self.model) as self.bytes:
             alone = self._evaluated([narrow])
-        self.tokens, found = max(least, 1), ""
+        self.tokens, found = max(width_of(narrow), 1), ""
         of_narrow = {1: _bounds(alone)}
         self.probes = [of_narrow, *self._narrow_layers(sizes, float(alone.abs()))]
         for size in sorted(sizes, reverse=True):
             if size == 1:
                 continue
-            wide, width = self.row(size, size, wide=True)
+            wide = self.rows.wide(size)
             single = self._evaluated([wide])
             of_wide = {1: _bounds(single)}
             self.probes.append(of_wide)
-            for probe, row, columns, by_itself in (
-                (of_narrow, narrow, least, alone),
-                (of_wide, wide, width, single),
-            ):
+            for probe, row, by_itself in ((of_narrow, narrow, alone), (of_wide, wide, single)):
                 with measured(self.model) as taken, looked_at(self.model, size) as copied:
                     placed = self._evaluated([row] * size)
-                tokens = size * max(columns, 1)
+                tokens = size * max(width_of(row), 1)
                 if taken.largest * self.tokens > self.bytes.largest * tokens:
                     self.bytes, self.tokens = taken, tokens  # the costliest pass, by the token
                 self._check_rounding(placed, by_itself, "alone and beside copies of itself")
                 probe[size] = _bounds(placed)
                 if not placed.isfinite().all():
                     found = found or "the loss of an invented row is NaN or infinite"
-                found = found or self._beside_others(row, columns, size, placed, copied)
+                found = found or self._beside_others(row, placed, copied)
         if _same(self._evaluated([narrow]), alone):
             return found
         if torch.are_deterministic_algorithms_enabled():
@@ -140,19 +119,6 @@ class SmokeTest:
                 moves.append(float(apart.norm(dim=1).max()))
         return max(moves)
 
-    def row(self, seed: int, size: int, wide: bool) -> tuple[Row, int]:
-        """A row, padded where it is narrow and unmasked where it is wide, and its width."""
-        shapes, parameters = self.shapes, list(self.model.parameters())
-        device = parameters[0].device.type if parameters else "cpu"
-        budget = tokens_of_a_pass(sum(p.numel() for p in parameters), device)
-        limits = (budget // size, shapes.context_length, shapes.max_length)
-        width = self.rows.width(
-            wide,
-            bucket(1, shapes.context_length, shapes.max_length),
-            min(tokens for tokens in limits if tokens is not None),
-        )
-        return self.rows.row(seed, width, width if wide else max(1, width - 2)), width
-
     def _evaluated(self, rows: Sequence[Row]) -> Tensor:
         return self.losses(stacked(rows))
 
@@ -162,11 +128,10 @@ class SmokeTest:
         if bool(((losses - reference).abs() > share * reference.abs() + least).any()):
             raise CoupledLosses(COUPLED.format(where))
 
-    def _beside_others(
-        self, row: Row, width: int, size: int, placed: Tensor, copied: list[Tensor]
-    ) -> str:
+    def _beside_others(self, row: Row, placed: Tensor, copied: list[Tensor]) -> str:
         """Evaluates the row in the last place, a blank and other rows being in front of it."""
-        others = [blank_like(row, self.shapes.padding_side), *self._others(row, width, size - 2)]
+        size = len(placed)
+        others = [blank_like(row, self.rows.side), *self._others(row, size - 2)]
         with looked_at(self.model, size) as seen, _loud(self.model, size):
             losses = self._evaluated([*others[: size - 1], row])
         self._check_rounding(
@@ -177,9 +142,9 @@ class SmokeTest:
         same = len(seen) == len(copied) and all(map(_same, seen, copied))
         return "" if same else "what a layer returns for an example has other bits beside others"
 
-    def _others(self, row: Row, width: int, count: int) -> Iterator[Row]:
+    def _others(self, row: Row, count: int) -> Iterator[Row]:
         """Rows of the same shape with other tokens and lengths; every other one's numbers times 2^10."""
-        whole = unmasked(row)
+        whole, width = unmasked(row), width_of(row)
         usual = width if whole else max(1, width - 2)
         for number in range(count):
             length = width if whole else max(1, width - 1 - number % max(width - 1, 1))

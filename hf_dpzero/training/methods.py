@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import LogicalBatch
-from hf_dpzero.batches.placement import bucket
 from hf_dpzero.batches.shapes import PassShapes, stacked
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
 from hf_dpzero.checks.passes import blank_microbatch, invented_rows, smallest_clip_and_scale
@@ -345,9 +344,7 @@ def _try_stacked(run: Run, shapes: PassShapes, differences: FiniteDifferences) -
       ValueError: `stacked` was asked for by name.
     """
     directions = directions_of(0, run.header)
-    invented = invented_rows(run, shapes)
-    width = invented.width(False, bucket(1, shapes.context_length, shapes.max_length))
-    row = invented.row(1, width, max(1, width - 2))
+    row = invented_rows(run, shapes).narrow(1)
     clip, scale = smallest_clip_and_scale(run)
     try:
         with isolated_randomness(0):

@@ -11,8 +11,8 @@ import torch
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
+from hf_dpzero.checks.invented_rows import tokens_of_a_pass
 from hf_dpzero.checks.public_rows import judge_differences, leaving_out
-from hf_dpzero.checks.smoke_test import tokens_of_a_pass
 from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.objectives.losses import classification_losses, token_losses
 from hf_dpzero.privacy.correlated.correlation import Correlation, sensitivity
