@@ -14,34 +14,11 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_dpzero.batches import placement as placing
+from hf_dpzero.batches import shapes as forms
 from hf_dpzero.batches.logical_batch import RowsJoined
-from hf_dpzero.batches.placement import (
-    CAPS,
-    STEPS,
-    WIDEST,
-    Placement,
-    bucket,
-    buckets,
-    free_bytes,
-    pass_cost,
-    public_shares,
-    rows_that_fit,
-    sizes_up_to,
-    tokens_that_fit,
-)
-from hf_dpzero.batches.shapes import (
-    PassShapes,
-    Row,
-    blank_like,
-    context_length,
-    decoder_length,
-    is_unmasked_sound,
-    kind_of,
-    masked_shape,
-    sizes_of,
-    stacked,
-    width_of,
-)
+from hf_dpzero.batches.placement import Placement
+from hf_dpzero.batches.shapes import PassShapes, Row
 from hf_dpzero.checks.data import of_first_row
 from hf_dpzero.checks.invented_rows import InventedRows, at_nonzero_weights
 from hf_dpzero.checks.model import parameters_left_alone
@@ -92,33 +69,33 @@ def shapes_of(run: Run) -> PassShapes | None:
     shapes = PassShapes(
         rows.collate_each,
         Placement(run.plan.sampler.expected_batch_size, (1,), {0: 1.0}, 0.0),
-        context_length=context_length(model),
+        context_length=forms.context_length(model),
         padding_side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
         pad_token_id=getattr(config, "pad_token_id", None) if pad is None else pad,
         collate_stacked=rows.collate_rows if rows.are_stacked() else None,
-        decoder_length=decoder_length(model),
+        decoder_length=forms.decoder_length(model),
         max_length=run.longest_row,
     )
     if run.objective is None or not single_pass(run.objective):
         return shapes  # each example runs by itself: nothing to fill up
     with of_first_row("collated"):
         first = shapes.collate_each([0])[0]
-    shapes = dataclasses.replace(shapes, row_signature=kind_of(first))
+    shapes = dataclasses.replace(shapes, row_signature=forms.kind_of(first))
     if run.args.physical_batch_size == 1:
         return shapes
     if not _widths_vary(shapes, first) and _form(run, shapes, first) is first:
-        shapes = dataclasses.replace(shapes, row_sizes=sizes_of(first))
+        shapes = dataclasses.replace(shapes, row_sizes=forms.sizes_of(first))
     reason = couples_values(model)
-    if is_unmasked_sound(first) or reason:
-        logger.warning(UNMASKED if is_unmasked_sound(first) else f"{reason}: {ONE_BY_ONE}")
+    if forms.is_unmasked_sound(first) or reason:
+        logger.warning(UNMASKED if forms.is_unmasked_sound(first) else f"{reason}: {ONE_BY_ONE}")
         return shapes
-    sizes = sizes_up_to(run.args.physical_batch_size)
+    sizes = placing.sizes_up_to(run.args.physical_batch_size)
     return dataclasses.replace(shapes, placement=dataclasses.replace(shapes.placement, sizes=sizes))
 
 
 def _widths_vary(shapes: PassShapes, first: Row) -> bool:
     """Whether a mask tells a row's width, or rows are stacked, which all have the same."""
-    return masked_shape(first) is not None or shapes.collate_stacked is not None
+    return forms.masked_shape(first) is not None or shapes.collate_stacked is not None
 
 
 def _form(run: Run, shapes: PassShapes, first: Row) -> Row:
@@ -128,7 +105,7 @@ def _form(run: Run, shapes: PassShapes, first: Row) -> Row:
     all rows must have them (`PassShapes.row_sizes`).
     """
     public = None if _widths_vary(shapes, first) else first_row(run)
-    return public if public is not None and kind_of(public) == kind_of(first) else first
+    return public if public is not None and forms.kind_of(public) == forms.kind_of(first) else first
 
 
 def invented_rows(run: Run, shapes: PassShapes) -> InventedRows:
@@ -202,21 +179,21 @@ def _placement(
     first = shapes.collate_each([0])[0]
     coarse = bool(low_precision(model, run.args))
     count = sum(p.numel() for p in model.parameters())
-    cost = pass_cost(run.args.device.type, count, coarse, arriving_bytes(model))
-    if masked_shape(first) is None or shapes.collate_stacked is not None:
+    cost = placing.pass_cost(run.args.device.type, count, coarse, arriving_bytes(model))
+    if forms.masked_shape(first) is None or shapes.collate_stacked is not None:
         return Placement(expected, sizes, {0: 1.0}, cost, tokens)
     found = widths(run)
     text = "input_ids" in first  # else sounds, whose widths are not tokens
     most, cut = (shapes.context_length, shapes.max_length) if text else (None, None)
-    widest = min([n for n in (most, cut) if n is not None] + [WIDEST])
+    widest = min([n for n in (most, cut) if n is not None] + [placing.WIDEST])
 
     def in_steps(step: int) -> Placement:
-        of_public = [bucket(width, most, cut, step) for width in found]
-        possible = buckets(widest, most, cut, step) if text or not found else []
-        shares = public_shares(of_public, possible)
+        of_public = [placing.bucket(width, most, cut, step) for width in found]
+        possible = placing.buckets(widest, most, cut, step) if text or not found else []
+        shares = placing.public_shares(of_public, possible)
         return Placement(expected, sizes, shares, cost, tokens, step=step)
 
-    return min(map(in_steps, STEPS), key=Placement.expected_tokens)
+    return min(map(in_steps, placing.STEPS), key=Placement.expected_tokens)
 
 
 def _losses(
@@ -229,7 +206,7 @@ def _losses(
 
 def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | None]:
     """The sizes of passes that fit and pass the smoke test, and the tokens of one that fit."""
-    args, model, free = run.args, run.model, free_bytes(run.args.device)
+    args, model, free = run.args, run.model, placing.free_bytes(run.args.device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     sizes, tokens = shapes.placement.sizes, None
     if args.microbatch_size is None:
@@ -238,8 +215,8 @@ def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | N
             or args.mixed_precision != "no"
             or rounds_products()
         )
-        cap = rows_that_fit(free, trained, dense and args.first_order)
-        sizes = sizes_up_to(collectives.shared(cap))
+        cap = placing.rows_that_fit(free, trained, dense and args.first_order)
+        sizes = placing.sizes_up_to(collectives.shared(cap))
 
     def losses(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
         return _losses(run, run.evaluate.trial, batch, seed)
@@ -260,7 +237,9 @@ def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | N
         logger.warning(f"{reason}, even in a batch of the same shape: {ONE_BY_ONE}")
         return (1,), None
     if args.microbatch_size is None:
-        fitting = tokens_that_fit(smoke.bytes, smoke.tokens, free, trained, args.first_order)
+        fitting = placing.tokens_that_fit(
+            smoke.bytes, smoke.tokens, free, trained, args.first_order
+        )
         tokens = collectives.shared(1 << (max(fitting, 1).bit_length() - 1))
     found = sizes
     if args.first_order and args.clipping != "averaged":
@@ -323,12 +302,12 @@ def _gradient_sizes(run: Run, smoke: SmokeTest, sizes: tuple[int, ...]) -> tuple
     def summed(row: Row, size: int) -> tuple[Tensor, int]:
         """What a row adds in up to so many places of a pass of copies, and how many they are."""
         # thousands of equal gradients would add up their rounding
-        places = torch.linspace(0, size - 1, min(size, max(CAPS))).long()
+        places = torch.linspace(0, size - 1, min(size, max(placing.CAPS))).long()
 
         def weigh(norms: Tensor) -> Tensor:
             return torch.zeros_like(norms).index_fill_(0, places.to(norms.device), 1.0)
 
-        totals, _ = gradients.weighted_sum([stacked([row] * size)], weigh)
+        totals, _ = gradients.weighted_sum([forms.stacked([row] * size)], weigh)
         return torch.cat([total.view(-1) for total in totals]), len(places)
 
     moves, norm = dict.fromkeys(sizes, 0.0), math.inf
@@ -362,5 +341,8 @@ def blank_microbatch(run: Run) -> Mapping[str, Tensor]:
     if shapes.one_by_one:
         return dict(row)
     row = shapes.in_bucket(row)
-    blank, slots = blank_like(row, shapes.padding_side), shapes.placement.rows_of(width_of(row), 0)
+    blank, slots = (
+        forms.blank_like(row, shapes.padding_side),
+        shapes.placement.rows_of(forms.width_of(row), 0),
+    )
     return dict(shapes.filled([blank], slots))

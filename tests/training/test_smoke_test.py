@@ -333,9 +333,9 @@ def test_no_private_row_but_row_0_is_evaluated(tmp_path):
 
 
 def test_the_default_cap_follows_from_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(passes, "free_bytes", lambda _: 10**12)
+    monkeypatch.setattr(passes.placing, "free_bytes", lambda _: 10**12)
     assert checked(tmp_path, microbatch_size=None).shapes.placement.sizes == (1, 4, 16, 64)
-    monkeypatch.setattr(passes, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(passes.placing, "free_bytes", lambda _: 0)
     short = checked(tmp_path, microbatch_size=None).shapes.placement
     assert {n for width in short.shares for n in short.passes(width)} == {1}
     given = checked(tmp_path, microbatch_size=8).shapes.placement  # a wish is granted
