@@ -18,7 +18,7 @@ from hf_dpzero.recipes.recipe import (
     parse_overrides,
     read_recipe,
 )
-from hf_dpzero.reporting.wording import delta_words, round_up
+from hf_dpzero.reporting.wording import round_up
 from hf_dpzero.values import listed
 
 if TYPE_CHECKING:
@@ -115,12 +115,10 @@ def run_sweep(arguments: Sweep) -> None:
     prepared = sweep.prepare(settings)
     print(sweep_outputs.statement(settings, prepared))
     print(f"grid: {len(settings.points)} settings of {', '.join(settings.grid)}")
-    if prepared.epsilon is not None and prepared.epsilon_one_run is not None:
-        assert prepared.delta is not None
+    if prepared.epsilon_one_run is not None:
         print(
-            f"epsilon in total {round_up(prepared.epsilon)}, of one run alone "
-            f"{round_up(prepared.epsilon_one_run)}, delta {delta_words(prepared.delta)}\n"
-            f"noise multiplier of every trial {prepared.noise_multiplier:.6g}"
+            f"epsilon of one run alone {round_up(prepared.epsilon_one_run)}, noise multiplier of every "
+            f"trial {prepared.noise_multiplier:.6g}"
         )
     if arguments.dry_run:
         return
@@ -150,10 +148,10 @@ def run_federate(arguments: Federate) -> None:
     engine, drop = arguments.engine, arguments.drop
     if engine not in ENGINES:
         raise ValueError(f"--engine {engine}: use one of {', '.join(ENGINES)}.")
-    if drop and engine != "flower":
-        raise ValueError("--drop is for --engine flower; leave it out.")
-    if not 0 <= drop < max(1, arguments.clients):
-        raise ValueError(f"--drop {drop} of {arguments.clients} clients: leave one at least.")
+    if drop and (engine != "flower" or not 0 <= drop < arguments.clients):
+        raise ValueError(
+            f"--drop {drop} is for --engine flower, and must leave one client at least."
+        )
     recipe = arguments.recipe
     settings = Settings(
         # A client's process may start in another folder.

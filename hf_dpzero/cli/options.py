@@ -86,22 +86,22 @@ class Plan(Options):
 class Compare(Options):
     """Train several methods on the same data and write a table and a plot."""
 
-    recipes: list[str] = _option(  # noqa: RUF009
+    recipes: list[str] = _option(
         f"{_RECIPE}, before any option; with --merge the folders of comparisons",
         positional=True,
         metavar="RECIPE",
         nargs="+",
     )
-    methods: list[str] | None = _option(  # noqa: RUF009
+    methods: list[str] | None = _option(
         "a list; M takes NAME-M.yaml beside RECIPE (NAME-dpzero.yaml, say), else the recipe "
         "file M, else RECIPE with the settings of methods/_NAME-M.yaml, else RECIPE with method: M",
         nargs="+",
         metavar="M",
     )
-    epsilons: list[str] | None = _option(  # noqa: RUF009
+    epsilons: list[str] | None = _option(
         "a list, such as 2,6; default the recipe's target_epsilon", nargs="+", metavar="E"
     )
-    seeds: list[str] | None = _option(  # noqa: RUF009
+    seeds: list[str] | None = _option(
         "a list: of the few-shot draw, weights, directions; default the recipe's",
         nargs="+",
         metavar="SEED",
@@ -118,7 +118,7 @@ class Sweep(Options):
     """Try settings of a recipe and state what choosing costs."""
 
     recipe: str = _option(_RECIPE, positional=True)
-    grid: list[str] | None = _option(  # noqa: RUF009
+    grid: list[str] | None = _option(
         "a field and the values to try; repeat for more fields",
         action="append",
         metavar="FIELD=V,V",

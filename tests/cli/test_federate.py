@@ -82,7 +82,7 @@ def test_a_run_writes_its_report_and_can_be_replayed(recipe, tmp_path, capsys):
         (["--participation", "once", "--engine", "in_process"], "replace_one"),
         (["--clipping", "adaptive"], "clipping='adaptive'"),
         (["--method", "mezo"], "method"),
-        (["--drop", "2", "--clients", "2"], "leave one at least"),
+        (["--drop", "2", "--clients", "2"], "leave one client at least"),
         (["--resume", "--engine", "in_process"], "to resume from"),
     ],
 )

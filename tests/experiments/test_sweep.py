@@ -330,7 +330,7 @@ def test_dry_run_prints_the_cost_and_writes_nothing(recipe, tmp_path, capsys):
     words = [*COMPOSED, "--grid", "clip=1,4", "--grid", "num_directions=1,2", "--dry_run"]
     assert sweep(recipe, tmp_path / "D", *words) == 0
     out = capsys.readouterr().out
-    for said in ("grid: 4 settings of clip, num_directions", "mean 4", "epsilon in total"):
+    for said in ("grid: 4 settings of clip, num_directions", "mean 4", "epsilon of one run alone"):
         assert said in out
     assert not (tmp_path / "D").exists()
 
