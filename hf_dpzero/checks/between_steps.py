@@ -103,6 +103,7 @@ class WeightsBetweenSteps:
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             some = tensor.detach().as_strided((math.ceil(tensor.numel() / stride),), (stride,))
+            # as integers a NaN equals itself, and -0.0 differs from 0.0
             kinds[tensor.device, tensor.dtype].append(some.view(_BITS[tensor.element_size()]))
         self._groups = [(views, torch.cat(views), torch.cat(views)) for views in kinds.values()]
 
@@ -119,6 +120,7 @@ class WeightsBetweenSteps:
                 return f"{name} was given other memory"
             if new[0] != version:
                 return f"{name} was written to"
+        # one comparison for each dtype and device, not each tensor: a GPU waits for each
         for views, values, room in self._groups:
             if not torch.equal(torch.cat(views, out=room), values):
                 return "trained weights were written to through `.data`"

@@ -70,6 +70,7 @@ def check_draws(collator: object, dataset: object) -> None:
     for name, given in (("data_collator", collator), ("train_dataset", dataset)):
         closed = inspect.getclosurevars(given).nonlocals if inspect.isfunction(given) else {}
         for attribute, value in {**getattr(given, "__dict__", {}), **closed}.items():
+            # transformers' masking collators make a generator of it when they are first called
             seeded = attribute == "seed" and value is not None and name == "data_collator"
             if isinstance(value, held) or seeded:
                 raise ValueError(
@@ -106,6 +107,7 @@ def of_first_row(done: str) -> Iterator[None]:
     """
     try:
         yield
+    # no fault of the row, and torch says what to do
     except torch.OutOfMemoryError:
         raise
     except (TypeError, LookupError, AttributeError, RuntimeError) as error:
@@ -135,6 +137,7 @@ def check_unit(run: Run) -> None:
     batches = run.rows.collate_each(list(range(min(len(run.dataset), SAMPLE))))
     lengths = torch.tensor([_tokens(batch) for batch in batches], dtype=torch.float64)
     most = getattr(getattr(base_model(run.model), "config", None), "max_position_embeddings", None)
+    # in this order: a row that fills the context is of that one length too
     what = None
     if most and lengths.mean() >= FULL * most:
         what = f"fill the {most} tokens that the model takes"

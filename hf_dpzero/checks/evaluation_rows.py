@@ -65,6 +65,7 @@ class PrivateRows:
     def __init__(self, dataset: object) -> None:
         self.dataset = _by_number(dataset)
         self._digests: dict[tuple[object, ...], np.ndarray] = {}
+        # objects are kept, not their ids: a later one could have the same
         self._passed: deque[tuple[object, int | None]] = deque(maxlen=16)
 
     def refuse(self, evaluation: object) -> None:
@@ -183,11 +184,13 @@ def _digests(dataset: Dataset, columns: tuple[object, ...]) -> np.ndarray:
     """A 64-bit digest of each row's `columns`, uint64 `[N]`."""
     digests, rows = [], range(len(dataset))
     if not isinstance(dataset, (datasets.Dataset, Sequence)) and len(rows) > READ:
+        # spread, because the first rows may all be of one source
         rows = np.linspace(0, len(rows) - 1, READ).astype(np.int64).tolist()
     for row in _read(dataset, rows, columns):
         digest = hashlib.blake2b(digest_size=8)
         for name in columns:
             content = _content(row.get(name))
+            # the length too, so that cells that end elsewhere are other rows
             digest.update(len(content).to_bytes(8, "little") + content)
         digests.append(digest.digest())
     return np.frombuffer(b"".join(digests), dtype=np.uint64)
@@ -201,6 +204,7 @@ def _read(
         yield from (_fields(dataset[row]) for row in rows)
         return
     names = [name for name in dataset.column_names if columns is None or name in columns]
+    # a transform may draw, and encodes images anew: what is stored is the row
     stored = dataset.with_format("arrow").select_columns(names).select(rows)
     for table in cast(Iterable[pa.Table], stored.iter(_BATCH)):
         cells = (table.column(name).to_pylist() for name in names)

@@ -170,6 +170,7 @@ def at_nonzero_weights(model: nn.Module) -> Iterator[None]:
         trained = parameter.requires_grad and parameter.is_floating_point()
         if plain and trained and not parameter.any():
             generator = torch.Generator().manual_seed(number)
+            # of the size that transformers gives fresh layers
             values = torch.randn(parameter.shape, generator=generator) * 0.02
             filled.append((parameter, parameter.detach().clone()))
             parameter.data.copy_(values)

@@ -217,6 +217,7 @@ def _extra_state(model: nn.Module) -> dict[str, str]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     besides = {n: v for n, v in model.state_dict().items() if n not in parameters}
     tensors = {name: value for name, value in besides.items() if isinstance(value, Tensor)}
+    # extra state may be any object
     others = {n: repr(pickle.dumps(v)) for n, v in besides.items() if n not in tensors}
     return {name: digest_tensors([(name, value)]) for name, value in tensors.items()} | others
 

@@ -100,6 +100,7 @@ def _check_losses(trainer: Trainer) -> None:
     """Refuses a loss of its own that a run would not train on; evaluation may have one beside it."""
     kind = type(trainer)
     owner = kind if "compute_loss" in vars(trainer) else overriding(kind, "compute_loss")[0]
+    # TRL overrides compute_loss to log beside it
     if owner and (owner.__module__.split(".")[0], owner.__name__) == ("trl", "SFTTrainer"):
         loss = getattr(trainer.args, "loss_type", "nll")
         if loss not in ("nll", "chunked_nll"):

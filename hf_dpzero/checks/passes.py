@@ -215,6 +215,7 @@ def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | N
             or args.mixed_precision != "no"
             or rounds_products()
         )
+        # each process sees other free memory, and all must have the same passes
         cap = placing.rows_that_fit(free, trained, dense and args.first_order)
         sizes = placing.sizes_up_to(collectives.shared(cap))
 
@@ -240,6 +241,7 @@ def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | N
         fitting = placing.tokens_that_fit(
             smoke.bytes, smoke.tokens, free, trained, args.first_order
         )
+        # a power of two: what is free differs a little at each start, and passes should not
         tokens = collectives.shared(1 << (max(fitting, 1).bit_length() - 1))
     found = sizes
     if args.first_order and args.clipping != "averaged":

@@ -31,6 +31,7 @@ _ULPS = 4.0  # differences below so many units in the last place of the loss are
 
 def is_ours(error: BaseException) -> bool:
     """Whether an error is one of this package: nothing that a user's loss or rows are the cause of."""
+    # the innermost frame tells whose call failed
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     package = frame.f_globals.get("__name__", "").split(".")[0]
     changed = isinstance(error, ParameterChanged)
@@ -149,6 +150,7 @@ def check_differences(run: Run, differences: FiniteDifferences) -> None:
     pair, objective = None, differences.objective
     with leaving_out("differences of public rows were not looked at"), isolated_randomness():
         if public := public_microbatches(run)[:1]:
+            # losses that count right answers hardly ever move
             differences.objective = trial(objective)
             try:
                 pair = differences.losses(public, [Direction(0, 0, 0)])

@@ -166,6 +166,7 @@ class SmokeTest:
             if not isinstance(module, nn.Linear) or module.out_features >= _FEW_OUTPUTS:
                 continue
             plain = type(module.weight.data) is Tensor and module.weight.is_floating_point()
+            # packed weights have products of their own, and offloaded ones come only in a whole pass
             if not plain or module.weight.is_meta:
                 continue
             inputs = torch.randn(_INPUTS, module.in_features, generator=generator)
@@ -211,6 +212,7 @@ def looked_at(model: nn.Module, rows: int) -> Iterator[list[Tensor]]:
     def look(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         if not isinstance(output, Tensor) or not output.is_floating_point() or not output.dim():
             return
+        # some modules see rows and tokens as one dimension
         if output.shape[0] % rows == 0:
             seen.append(output.detach().reshape(rows, -1)[-1].clone())
 
