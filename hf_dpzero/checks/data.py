@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hf_dpzero.batches.shapes import context_length
+from hf_dpzero.batches.shapes import Row, context_length
 from hf_dpzero.objectives.heads import is_language_model
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.objectives.prompted import PromptObjective
@@ -134,8 +134,8 @@ def check_unit(run: Run) -> None:
     told = run.args.rows_are is not None or run.examples_known
     if told or isinstance(run.objective, PromptObjective) or not is_language_model(run.model):
         return
-    batches = run.rows.collate_each(list(range(min(len(run.dataset), SAMPLE))))
-    lengths = torch.tensor([_tokens(batch) for batch in batches], dtype=torch.float64)
+    rows = run.rows.collate_each(list(range(min(len(run.dataset), SAMPLE))))
+    lengths = torch.tensor([_tokens(row) for row in rows], dtype=torch.float64)
     most = getattr(getattr(base_model(run.model), "config", None), "max_position_embeddings", None)
     # in this order: a row that fills the context is of that one length too
     what = None
@@ -143,7 +143,7 @@ def check_unit(run: Run) -> None:
         what = f"fill the {most} tokens that the model takes"
     elif lengths.max() > SHORT and (lengths == lengths.max()).double().mean() >= FULL:
         what = "have one length"
-    elif any(_restarts(batch) for batch in batches):
+    elif any(_restarts(row) for row in rows):
         what = "have position_ids that start again"
     if what:
         raise ValueError(
@@ -158,19 +158,17 @@ SAMPLE, SHORT, FULL = 64, 64, 0.95
 """Rows that are looked at; the length up to which equal rows are usual; shares that look packed."""
 
 
-def _tokens(batch: Mapping[str, Tensor]) -> int:
-    """Attended tokens of a batch of one row; all that there are where no mask is given."""
-    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    if isinstance(mask, Tensor) and mask.dim() == 2:
+def _tokens(row: Row) -> int:
+    """Attended tokens of a batch of one; all that there are where no mask is given."""
+    mask, ids = row.get("attention_mask"), row.get("input_ids")
+    if mask is not None and mask.dim() == 2:
         return int(mask.ne(0).sum())
-    return ids.numel() if isinstance(ids, Tensor) else 0
+    return 0 if ids is None else ids.numel()
 
 
-def _restarts(batch: Mapping[str, Tensor]) -> bool:
-    positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
-        return False
-    return bool((positions[:, 1:] == 0).logical_and(positions[:, :-1] > 0).any())
+def _restarts(row: Row) -> bool:
+    places = row.get("position_ids")
+    return places is not None and places.dim() == 2 and bool((places.diff(dim=-1) < 0).any())
 
 
 def positions(model: nn.Module) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer
+from transformers import Trainer
 from transformers.utils import logging
 
 from hf_dpzero.objectives.losses import PerExampleLoss
@@ -57,9 +57,6 @@ def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
             f"label_smoothing_factor={args.label_smoothing_factor} (compute_per_example_loss is what is "
             "trained on)"
         )
-    generates = getattr(args, "predict_with_generate", False)
-    if generates and not isinstance(trainer, Seq2SeqTrainer):
-        unused.append("predict_with_generate=True (it is for a Seq2SeqTrainer)")
     if unused:
         logger.warning(f"not used by {kind.__name__}: {'; '.join(unused)}.")
 
@@ -85,15 +82,6 @@ def refuse_overrides(trainer: Trainer, loss: PerExampleLoss | None, begun: bool)
     if not begun:
         optimizer = trainer.optimizer or (trainer.optimizer_cls_and_kwargs or (None,))[0]
         _check_optimizers(args, optimizer, trainer.lr_scheduler)
-    evaluation = getattr(args.eval_strategy, "value", args.eval_strategy)
-    best = args.metric_for_best_model
-    callbacks = trainer.callback_handler.callbacks
-    stops = any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks)
-    if stops and (evaluation == "no" or not best):
-        raise ValueError(
-            f"EarlyStoppingCallback with metric_for_best_model={best!r} and "
-            f"eval_strategy={evaluation!r}: set both, 'eval_loss' and 'steps' say."
-        )
 
 
 def _check_losses(trainer: Trainer) -> None:

@@ -128,13 +128,6 @@ def test_a_given_per_example_loss_is_trained_on_and_ones_own_loss_evaluates(tmp_
     assert trainer.evaluate()["eval_loss"] == pytest.approx(7)
 
 
-def test_generation_needs_a_trainer_that_generates(tmp_path, caplog):
-    args = config(tmp_path)
-    args.predict_with_generate = True
-    DPZeroTrainer(tiny_model(), args, train_dataset=tiny_data())
-    assert "predict_with_generate=True (it is for a Seq2SeqTrainer)" in caplog.text
-
-
 # ---- optimizers and schedules
 
 
