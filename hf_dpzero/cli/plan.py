@@ -45,8 +45,8 @@ def run_plan(arguments: Plan) -> None:
         else:
             _check_given(arguments, given)
             settings = {"clip": 1.0, **given, "output_dir": scratch, "model_name_or_path": "any"}
-            recipe = build_recipe([], {"use_cpu": True, **settings}, COMMAND_LINE)
-            privacy = _of_settings(recipe.training, arguments.num_examples or 0)
+            config = build_recipe([], {"use_cpu": True, **settings}, COMMAND_LINE).training
+            privacy = _of_settings(config, config.plan(arguments.num_examples or 0))
             if "clip" not in given:  # then noise has no unit, and no rate is chosen for it
                 privacy = {k: v for k, v in privacy.items() if k not in ("chosen", "learning_rate")}
     if arguments.json:
@@ -99,16 +99,18 @@ def _print_checks(args: DPZeroConfig, as_json: bool) -> None:
     Console().print(table)
 
 
-def _of_settings(config: DPZeroConfig, n: int) -> Section:
-    """Returns `_facts` of a run of these settings, and what is chosen for it."""
-    plan = config.plan(n)
-    return {**_facts(plan, config.delta(n), config.target_epsilon), **_chosen(config, plan)}
+def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
+    """Returns `_facts` of a run's plan, and what is chosen for it; without privacy epsilon is infinite."""
+    if config.not_private:
+        return {**_setting(plan), "epsilon": math.inf, "delta": None, "private": False}
+    delta = config.delta(plan.sampler.num_examples)
+    return {**_facts(plan, delta, config.target_epsilon), **_chosen(config, plan)}
 
 
 def _of_recipe(recipe: Recipe, num_examples: int | None) -> tuple[Section, Mapping[str, Section]]:
     """Returns `_facts` of a recipe's plan, with the method and where n comes from; and its memory.
 
-    Without n there is no plan, and `missing` says what to give. Without privacy epsilon is infinite.
+    Without n there is no plan, and `missing` says what to give.
     """
     from hf_dpzero.experiments.plan import overview
 
@@ -122,11 +124,8 @@ def _of_recipe(recipe: Recipe, num_examples: int | None) -> tuple[Section, Mappi
             "epsilon": None,
             "missing": known.rows.source,
         }
-    elif args.not_private:
-        facts |= {**_setting(known.plan), "epsilon": math.inf, "delta": None, "private": False}
     else:
-        delta = args.delta(known.plan.sampler.num_examples)
-        facts |= {**_facts(known.plan, delta, args.target_epsilon), **_chosen(args, known.plan)}
+        facts |= _of_settings(args, known.plan)
     return facts, known.sections
 
 

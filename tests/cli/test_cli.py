@@ -98,6 +98,7 @@ def test_plan_finds_the_epsilon_of_a_noise(capsys):
     fixed += ["--neighboring_relation", "replace_one"]
     assert planned(capsys, *PLAN, *fixed, "--noise_multiplier", 20)["accountant"] == "rdp"
     assert planned(capsys, *PLAN, "--noise_multiplier", 0)["epsilon"] == "inf"
+    assert planned(capsys, *PLAN, "--method", "mezo")["private"] is False
 
 
 def test_plan_of_the_papers_lemma(capsys):
