@@ -100,7 +100,7 @@ def _print_checks(args: DPZeroConfig, as_json: bool) -> None:
 
 
 def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
-    """Returns `_facts` of a run's plan, and what is chosen for it; without privacy epsilon is infinite."""
+    """Returns `_facts` of a plan, and what is chosen for it; without privacy epsilon is infinite."""
     if config.not_private:
         return {**_setting(plan), "epsilon": math.inf, "delta": None, "private": False}
     delta = config.delta(plan.sampler.num_examples)

@@ -194,15 +194,10 @@ def privacy_statement(recipe: Recipe, own: Origin) -> str:
 
 def _untrained(used: Origin, own: Origin) -> str:
     """Returns what is said of a model that comes without any trace of a training."""
-    if used.path != own.path:
+    if used != own:
         return (
-            f"NOT KNOWN: {used.path} is not the recipe's base model and has no {REPORT_FILE}, so "
-            "nothing says what it was trained on"
-        )
-    if used.revision != own.revision:
-        return (
-            f"NOT KNOWN: the recipe names the revision {own.revision!r} of {used.path}, and nothing "
-            f"says what {used.revision!r} was trained on"
+            f"NOT KNOWN: {used.path} at {used.revision} is not the recipe's base model, {own.path} at "
+            f"{own.revision}, and has no {REPORT_FILE}, so nothing says what it was trained on"
         )
     return ZERO_SHOT
 

@@ -302,16 +302,16 @@ def test_a_folder_without_a_report_says_nothing(recipe, trained, tmp_path, capsy
     said = privacy(capsys, recipe, "--model_name_or_path", folder)
     assert said.startswith("NOT KNOWN: ") and "not the recipe's base model" in said
     error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_name_or_path", folder)
-    assert f"{folder} is not the recipe's base model" in error
+    assert f"{folder} at main is not the recipe's base model" in error
 
 
 def test_another_revision_is_another_model(recipe, bert_checkpoint, tmp_path, capsys):
     """The default branch by its name is the recipe's, and so is its folder by another name."""
     assert privacy(capsys, recipe, "--model_revision", "main") == NO_ROW
     said = privacy(capsys, recipe, "--model_revision", "after-training")
-    assert said.startswith("NOT KNOWN: ") and "'after-training'" in said
+    assert said.startswith("NOT KNOWN: ") and "at after-training is not" in said
     error = fail(capsys, "evaluate", recipe, "--zero_shot", "--model_revision", "after-training")
-    assert "nothing says what 'after-training' was trained on" in error
+    assert "at after-training is not the recipe's base model" in error
     link = tmp_path / "link"
     link.symlink_to(bert_checkpoint)
     for name in (link, bert_checkpoint / ".." / bert_checkpoint.name):
@@ -341,7 +341,7 @@ def test_an_adapter_speaks_for_itself_and_its_base(
     assert "bit for bit" in run(capsys, *replay, "--trajectory", clean / "trajectory.safetensors")
     words = ("--model_name_or_path", clean, "--model_revision", "later")
     said = privacy(capsys, tmp_path / "clean" / "tiny.yaml", *words)
-    assert "NOT KNOWN" in said and "'later'" in said
+    assert "NOT KNOWN" in said and "at later is not" in said
 
 
 def test_a_hub_model_that_came_with_a_report_is_not_zero_shot(tmp_path, trained, monkeypatch):

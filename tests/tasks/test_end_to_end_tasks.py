@@ -372,7 +372,11 @@ def test_zero_shot_insists(tmp_path, models, capsys):
     other = models["masked_lm"]
     for name, value, words in (
         ("num_demonstrations", 2, "NOT PRIVATE: 2 training rows stand in every prompt"),
-        ("model_name_or_path", other, f"NOT KNOWN: {other} is not the recipe's base model"),
+        (
+            "model_name_or_path",
+            other,
+            f"{other} at main is not the recipe's base model",
+        ),
     ):
         said = fail(capsys, "evaluate", recipe, "--zero_shot", f"--{name}", value)
         assert "without training rows" in said and words in said
