@@ -151,7 +151,6 @@ class Replay(Options):
     base: str = _option("base model (folder or Hub id), or the run's recipe.yaml", required=True)
     trajectory: str = _option("trajectory.safetensors or a .ledger file", required=True)
     output_dir: str = _option("where to save the rebuilt model", required=True)
-    upto: int | None = _option("stop before this step; default the end")
     expect: str | None = _option("folder of a trained model to compare with, bit for bit")
 
 

@@ -43,27 +43,25 @@ def run_push(arguments: Push) -> None:
 def run_replay(arguments: Replay) -> None:
     """Loads base and trajectory, checks the base's digest, replays, saves, compares.
 
-    The rebuilt weights are compared bit for bit with those of `--expect`, or, where the whole
-    trajectory is replayed, with those that lie beside it. The trajectory is copied beside them, and
-    the report where there is one: it holds for them, unless only a part was replayed.
+    The rebuilt weights are compared bit for bit with those of `--expect`, or with those that lie beside
+    the trajectory, which is copied beside them, and so is the report where there is one.
     """
     output, beside = Path(arguments.output_dir), Path(arguments.trajectory).resolve().parent
     if output.resolve() == beside:
         raise ValueError(f"output_dir={output} is the trajectory's own folder; give another one.")
     trajectory = Trajectory.load(arguments.trajectory)
     model, tokenizer = _load_base(arguments.base, arguments.overrides, beside)
-    replay(model, trajectory, arguments.upto)  # refuses a base of another digest
+    replay(model, trajectory)  # refuses a base of another digest
     model.save_pretrained(output)
     if tokenizer is not None:
         tokenizer.save_pretrained(output)
     trajectory.to_safetensors(output / SHIPPING_NAME)  # what was trained once is known by these two
     if (beside / REPORT_FILE).is_file():
         shutil.copyfile(beside / REPORT_FILE, output / REPORT_FILE)
-    steps = sum(arguments.upto is None or r.step < arguments.upto for r in trajectory.releases)
-    print(f"replayed {steps} of {len(trajectory.releases)} steps into {output}")
-    expected = None if arguments.expect is None else Path(arguments.expect)
-    if expected is None and arguments.upto is None and weight_files(beside):
-        expected = beside
+    print(f"replayed {len(trajectory.releases)} steps into {output}")
+    expected = beside if weight_files(beside) else None
+    if arguments.expect is not None:
+        expected = Path(arguments.expect)
     if expected is not None:
         count = _compare(output, expected)
         print(f"all {count} tensors equal those in {expected}, bit for bit")
