@@ -32,11 +32,12 @@ import numpy as np
 
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
 from hf_dpzero.privacy.events import (
+    Part,
     StepSpec,
     accountant_used,
     check_sound,
+    composed_event,
     library_relation,
-    step_event,
 )
 from hf_dpzero.privacy.heterogeneous import MOST_LEVELS, composed_epsilon, grouped
 from hf_dpzero.privacy.mechanisms.base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
@@ -44,9 +45,6 @@ from hf_dpzero.privacy.mechanisms.base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MU
 if TYPE_CHECKING:
     from dp_accounting import NeighboringRelation
     from dp_accounting.rdp import RdpAccountant
-
-Part = tuple[StepSpec, int]
-"""Steps as the accounting sees them: one of a kind, and how many of them were taken."""
 
 MIN_DELTA = 1e-12
 """Below this delta the accountants' tail truncation and floating-point errors matter in any run."""
@@ -171,11 +169,8 @@ def _lemma(parts: Sequence[Part], delta: float) -> float:
 
 
 def _rdp(parts: Sequence[Part], delta: float) -> float:
-    import dp_accounting as dp
-
     accountant = rdp_accountant(library_relation(parts[0][0]))
-    for spec, steps in parts:
-        accountant.compose(dp.SelfComposedDpEvent(step_event(spec), steps))
+    accountant.compose(composed_event(parts))
     return float(accountant.get_epsilon(delta))
 
 
@@ -257,7 +252,6 @@ def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> f
 
 
 def _pld_on_grid(parts: Sequence[Part], delta: float, smaller: bool, grid: float) -> float:
-    import dp_accounting as dp
     from dp_accounting import pld
 
     if (most := max(steps for _, steps in parts)) > MAX_PLD_STEPS:
@@ -268,8 +262,7 @@ def _pld_on_grid(parts: Sequence[Part], delta: float, smaller: bool, grid: float
         )
     relation = library_relation(parts[0][0])
     accountant = pld.PLDAccountant(relation, value_discretization_interval=grid)
-    for spec, steps in parts:
-        accountant.compose(dp.SelfComposedDpEvent(step_event(spec, smaller), steps))
+    accountant.compose(composed_event(parts, smaller))
     return float(accountant.get_epsilon(delta))
 
 

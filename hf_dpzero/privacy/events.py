@@ -61,7 +61,7 @@ sampling preserves domination.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -141,6 +141,10 @@ class StepSpec:
         """Returns the sensitivity over R under the relation: 1, or with replace_one 2."""
         replace = self.sensitivity_replace if self.sampling == "full_batch" else 2
         return sensitivity_factor(self.relation, replace=replace)
+
+
+Part = tuple[StepSpec, int]
+"""Steps as the accounting sees them: one of a kind, and how many of them were taken."""
 
 
 def check_sound(spec: StepSpec) -> None:
@@ -232,3 +236,11 @@ def step_event(spec: StepSpec, smaller: bool = False) -> DpEvent:
             spec.num_examples, int(spec.batch_size), gaussian
         )
     return gaussian
+
+
+def composed_event(parts: Sequence[Part], smaller: bool = False) -> DpEvent:
+    """Returns the `DpEvent` of all steps of all parts; `smaller` is as in `step_event`."""
+    import dp_accounting as dp
+
+    events = [dp.SelfComposedDpEvent(step_event(spec, smaller), count) for spec, count in parts]
+    return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_dpzero.privacy.accounting import (
-    Part,
     calibrated_noise_multiplier,
     common_accountant,
     epsilon_together,
@@ -30,7 +29,7 @@ from hf_dpzero.privacy.correlated.correlation import (
     prefix_part,
 )
 from hf_dpzero.privacy.described import check_count, read
-from hf_dpzero.privacy.events import Accountant, StepSpec, check_sound, step_event
+from hf_dpzero.privacy.events import Accountant, Part, StepSpec, check_sound, composed_event
 from hf_dpzero.privacy.group_losses import GROUP_LOSSES, GroupLosses
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.adaptive import MIN_CLIP_CHANGE, AdaptiveClipping
@@ -283,8 +282,8 @@ class PrivacyPlan:
         count = self._count(at)
         if not self.private:
             return dp.NonPrivateDpEvent() if count else dp.NoOpDpEvent()
-        parts = [dp.SelfComposedDpEvent(step_event(spec), n) for spec, n in self._parts(count) if n]
-        return dp.ComposedDpEvent(parts) if len(parts) > 1 else [*parts, dp.NoOpDpEvent()][0]
+        parts = [(spec, n) for spec, n in self._parts(count) if n]
+        return composed_event(parts) if parts else dp.NoOpDpEvent()
 
     def epsilon(self, delta: float, at: int | None = None) -> float:
         """Returns epsilon spent at `delta` after `at` steps (default: all), and by the runs before.

@@ -38,9 +38,15 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import Part, rdp_accountant, smallest_argument
+from hf_dpzero.privacy.accounting import rdp_accountant, smallest_argument
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
-from hf_dpzero.privacy.events import Accountant, library_relation, step_event
+from hf_dpzero.privacy.events import (
+    Accountant,
+    Part,
+    composed_event,
+    library_relation,
+    step_event,
+)
 from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping
 from hf_dpzero.privacy.plan import PrivacyPlan
 
@@ -100,20 +106,13 @@ def _refuse_extended(plans: Sequence[PrivacyPlan]) -> None:
 
 def run_event(plan: PrivacyPlan) -> DpEvent:
     """Returns one whole run as the RDP accountant reads it, and refuses one that it does not know."""
-    return _run_event(_parts([plan], "rdp"))
+    return composed_event(_parts([plan], "rdp"))
 
 
 def _parts(plans: Sequence[PrivacyPlan], accountant: Accountant) -> tuple[Part, ...]:
     """Returns all steps of all plans, by kind, for one accountant."""
     plans = [replace(plan, accountant=accountant) for plan in plans]
     return tuple(part for plan in plans for part in plan.own_parts())
-
-
-def _run_event(parts: Sequence[Part]) -> DpEvent:
-    import dp_accounting as dp
-
-    events = [dp.SelfComposedDpEvent(step_event(spec), steps) for spec, steps in parts]
-    return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
 
 
 def _slack(parts: Sequence[Part]) -> tuple[float, int]:
@@ -138,7 +137,7 @@ def selection_event(parts: Sequence[Part], trials: TrialCount) -> DpEvent:
     from dp_accounting.dp_event import RepeatAndSelectDpEvent, ZCDpEvent
 
     xi = _slack(parts)[0] * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
-    one = dp.ComposedDpEvent([_run_event(parts), ZCDpEvent(rho=0.0, xi=xi)])
+    one = dp.ComposedDpEvent([composed_event(parts), ZCDpEvent(rho=0.0, xi=xi)])
     return RepeatAndSelectDpEvent(one, trials.mean, 1.0)
 
 
@@ -282,7 +281,7 @@ def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
             "sweep settings that leave the step's event alone (learning_rate, clip, smoothing, "
             "num_directions, ...), or sweep the others one by one."
         )
-    accountant.compose(_run_event(parts))
+    accountant.compose(composed_event(parts))
     return float(accountant.get_epsilon(delta))
 
 
