@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +71,7 @@ X = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
     ],
     ids=["state_dict", "part_state_dict", "copy", "part_copy", "pickle", "forward", "part_forward"],
 )
-def test_every_read_between_steps_sees_the_update(read: Callable[[nn.Module], torch.Tensor]):
+def test_every_read_between_steps_sees_the_update(read):
     model = small_model()
     space = in_the_middle(model)
     with SettleBeforeRead(model, space) as reads, torch.no_grad():
@@ -154,7 +152,7 @@ def test_callbacks_of_others_turn_deferral_off():
     assert not all_known([PrinterCallback(), Peeking()])
 
 
-def test_a_foreign_callback_sees_the_weights_of_each_step(tmp_path: Path):
+def test_a_foreign_callback_sees_the_weights_of_each_step(tmp_path):
     """What it sees after step t is what a run of t steps ends in."""
     from tiny_runs import build, weights
 
@@ -168,7 +166,7 @@ def test_a_foreign_callback_sees_the_weights_of_each_step(tmp_path: Path):
         assert torch.equal(peeking.seen[steps - 1], next(iter(weights(shorter.model).values())))
 
 
-def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path: Path):
+def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path):
     from tiny_runs import build, same, weights
 
     runs = []
@@ -186,7 +184,7 @@ def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path: Path):
     assert same(*runs)
 
 
-def test_a_checkpoint_of_a_deferring_run_holds_theta(tmp_path: Path):
+def test_a_checkpoint_of_a_deferring_run_holds_theta(tmp_path):
     """Saved in the middle of the run, between a step and the pass that would make its update."""
     from tiny_runs import build, same, tiny_model, weights
 

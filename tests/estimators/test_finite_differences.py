@@ -57,7 +57,7 @@ def settled(estimate: FiniteDifferences, batches: list[Batch], chosen: list[Dire
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "sphere"])
-def test_a_quadratic_is_differentiated_exactly(distribution: str):
+def test_a_quadratic_is_differentiated_exactly(distribution):
     """x[i, k] = (theta - x_i) . u_k; losses are float32, so to 2^-24 |f| / smoothing = 2e-3."""
     model, batch = Quadratic(40), rows(6, 40)
     estimate = estimator(model, quadratic_loss, smoothing=2e-2, distribution=distribution)
@@ -79,7 +79,7 @@ def test_microbatches_are_concatenated_in_order():
     assert torch.equal(settled(estimate, parts, us(2)), whole)
 
 
-def test_microbatches_of_one_and_eight_agree_on_a_transformer(tiny_bert: Any):
+def test_microbatches_of_one_and_eight_agree_on_a_transformer(tiny_bert):
     """Matrix products of other shapes round differently: losses of about 1 agree to 2^-24 times the
     square root of the some thousand terms on the way, 4e-6, so x to 4e-6 / smoothing = 4e-3."""
     estimate = estimator(tiny_bert(), select_objective(tiny_bert()))
@@ -90,7 +90,7 @@ def test_microbatches_of_one_and_eight_agree_on_a_transformer(tiny_bert: Any):
     assert float(eight.abs().mean()) > 0.02
 
 
-def test_order_within_equal_shapes_does_not_matter_bit_for_bit(tiny_bert: Any):
+def test_order_within_equal_shapes_does_not_matter_bit_for_bit(tiny_bert):
     estimate = estimator(tiny_bert(), select_objective(tiny_bert()))
     batch = token_batch(4)
     ones = [settled(estimate, [pick(batch, [i])], us(2)) for i in range(4)]
@@ -133,7 +133,7 @@ def test_an_empty_batch_touches_nothing():
 @pytest.mark.parametrize(
     ("at", "error"), [(1, ValueError), (3, KeyboardInterrupt), (6, MemoryError)]
 )
-def test_an_exception_in_any_forward_leaves_theta(at: int, error: type[BaseException]):
+def test_an_exception_in_any_forward_leaves_theta(at, error):
     calls: list[int] = []
 
     def failing(model: nn.Module, inputs: Batch) -> Tensor:
@@ -162,7 +162,7 @@ def test_an_exception_in_any_forward_leaves_theta(at: int, error: type[BaseExcep
         lambda losses: losses.expand(2, -1),
     ],
 )
-def test_a_loss_that_is_not_per_example_is_refused(wrong: Callable[[Tensor], Tensor]):
+def test_a_loss_that_is_not_per_example_is_refused(wrong):
     model = Quadratic(40)
     estimate = estimator(model, lambda m, inputs: wrong(quadratic_loss(m, inputs)))
     before = model.theta.detach().clone()
@@ -172,7 +172,7 @@ def test_a_loss_that_is_not_per_example_is_refused(wrong: Callable[[Tensor], Ten
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nan_and_infinity_reach_the_mechanism_as_they_are(value: float):
+def test_nan_and_infinity_reach_the_mechanism_as_they_are(value):
     """One bad example: its row is not finite (inf - inf is NaN), the others are untouched."""
 
     def bad(model: nn.Module, inputs: Batch) -> Tensor:
@@ -240,7 +240,7 @@ FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
         ((FLOAT, HALF), "layerwise"),
     ],
 )
-def test_auto_depends_on_the_trainable_dtypes(dtypes: tuple[torch.dtype, ...], expected: str):
+def test_auto_depends_on_the_trainable_dtypes(dtypes, expected):
     estimate = estimator(two_layers(*dtypes), quadratic_loss)
     assert estimate.strategy == expected
     assert (estimate.visits is None) == (expected == "whole_model")
@@ -254,7 +254,7 @@ def test_an_unknown_strategy_is_refused():
 
 
 @pytest.mark.parametrize("part", ["whole", "module"])
-def test_compiled_models_are_moved_as_a_whole(part: str):
+def test_compiled_models_are_moved_as_a_whole(part):
     model = two_layers(BFLOAT, BFLOAT)
     compiled: Any = torch.compile(model, backend="eager") if part == "whole" else model
     if part == "module":

@@ -65,7 +65,7 @@ def test_what_the_counters_miss_the_checksums_see():
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.bool]
 )
 @pytest.mark.parametrize("size", [0, 40])
-def test_checksum_is_sha256_of_the_bytes(dtype: torch.dtype, size: int, monkeypatch):
+def test_checksum_is_sha256_of_the_bytes(dtype, size, monkeypatch):
     monkeypatch.setattr(digests, "_CHUNK", 16)
     generator = torch.Generator().manual_seed(size)
     tensor = torch.randint(0, 99, (size,), generator=generator).to(dtype)

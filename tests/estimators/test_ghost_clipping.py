@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -62,7 +62,7 @@ USES = {
 
 
 @pytest.mark.parametrize("uses", USES.values(), ids=USES)
-def test_the_norm_of_all_uses_of_a_weight_is_that_of_their_summed_gradient(uses: list[Products]):
+def test_the_norm_of_all_uses_of_a_weight_is_that_of_their_summed_gradient(uses):
     """Written out here with one-hot rows in float64; cross terms between uses included."""
     weight = nn.Parameter(torch.zeros(8, 90))
     total = torch.zeros(3, 8, 90, dtype=torch.float64)
@@ -83,14 +83,14 @@ def test_the_norm_of_all_uses_of_a_weight_is_that_of_their_summed_gradient(uses:
 
 
 @pytest.mark.parametrize(("tokens", "without"), [(18, True), (19, False)])
-def test_a_weight_smaller_than_the_tables_takes_its_gradient(tokens: int, without: bool):
+def test_a_weight_smaller_than_the_tables_takes_its_gradient(tokens, without):
     """720 numbers against 2 T^2: 648 of 18 tokens, 722 of 19 (Bu et al. 2022)."""
     weight = nn.Parameter(torch.zeros(8, 90))
     assert ghost_clipping.is_small(weight, [multiplied(tokens, 0)]) != without
 
 
 @pytest.mark.parametrize("tokens", [64, 500])
-def test_norms_are_as_good_as_the_clips_margin_asks(tokens: int):
+def test_norms_are_as_good_as_the_clips_margin_asks(tokens):
     """A relative 2^-17, twice that squared; Opacus' own rule agrees to 1e-4."""
     use = Products(floats(2, tokens, 768), floats(2, tokens, 768, seed=1))
     truth = (use.left.double().mT @ use.right.double()).square().sum((1, 2))
@@ -136,9 +136,7 @@ def token_loss(model: nn.Module, inputs: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("bad", [(), (1,), (0, 1, 2, 3)])
-def test_one_forward_pass_with_or_without_broken_examples(
-    tiny_bert: Callable[..., Any], bad: tuple[int, ...]
-):
+def test_one_forward_pass_with_or_without_broken_examples(tiny_bert, bad):
     model, calls = tiny_bert(), []
     plain = select_objective(model)
 
@@ -155,7 +153,7 @@ def test_one_forward_pass_with_or_without_broken_examples(
 
 
 @pytest.mark.parametrize("left_over", [1e-2, 1e-4, 1e-6])
-def test_a_gradient_whose_tokens_cancel_is_not_lost_in_rounding(left_over: float):
+def test_a_gradient_whose_tokens_cancel_is_not_lost_in_rounding(left_over):
     """Tokens come in pairs of opposite sign; T^2 products of size 1 cannot tell what remains."""
     half = floats(3, 2, 64)
     noise = floats(3, 2, 64, seed=1) * left_over
@@ -218,9 +216,7 @@ def contributions(model: nn.Module, batch: Batch, clip: float) -> list[float]:
 
 @pytest.mark.parametrize(("tokens", "width", "out"), [(4, 1, 1), (8, 2, 1), (4, 32, 40)])
 @pytest.mark.parametrize("size", [1e5, 1e6, 1e7])
-def test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip(
-    tokens: int, width: int, out: int, size: float
-):
+def test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip(tokens, width, out, size):
     """A second, weighted backward pass moves it by up to 14 clips; weights both small and large."""
     model = Weighed(nn.Linear(width, out))
     generator = torch.Generator().manual_seed(1)
@@ -231,7 +227,7 @@ def test_huge_tokens_that_cancel_move_the_sum_by_no_more_than_the_clip(
 
 
 @pytest.mark.parametrize("small", [(1e3, 1e-22), (1e18, 1e-22), (1e-22, 1e18), (1e-19, 1e22)])
-def test_numbers_whose_squares_leave_float32_are_measured(small: tuple[float, float]):
+def test_numbers_whose_squares_leave_float32_are_measured(small):
     """1e-22^2 is 0 in float32, and 1e22^2 infinite."""
     model = Weighed(nn.Linear(64, 64, bias=False))
     batch = {"x": small[0] * floats(3, 4, 64), "c": small[1] * floats(3, 4, seed=1)}
@@ -243,7 +239,7 @@ def test_numbers_whose_squares_leave_float32_are_measured(small: tuple[float, fl
     assert norm(totals) == pytest.approx(mechanism.radius, rel=1e-4)
 
 
-def test_a_microbatch_of_one_adds_the_gradient_that_was_measured(tiny_bert: Callable[..., Any]):
+def test_a_microbatch_of_one_adds_the_gradient_that_was_measured(tiny_bert):
     """Bit for bit plain autograd's, times the weight of its norm."""
     model, batch = tiny_bert(), {name: v[:1] for name, v in batch_of().items()}
     objective = select_objective(model)
@@ -266,7 +262,7 @@ def test_a_microbatch_of_one_adds_the_gradient_that_was_measured(tiny_bert: Call
     ],
 )
 def test_auto_is_dense_while_the_gradients_of_a_microbatch_are_few(
-    monkeypatch: pytest.MonkeyPatch, how: str, limit: int, expected: type
+    monkeypatch, how, limit, expected
 ):
     monkeypatch.setattr(estimators, "DENSE_BYTES", limit)
     model = nn.Sequential(nn.Linear(7, 9).requires_grad_(False), nn.Linear(2, 5))
@@ -274,7 +270,7 @@ def test_auto_is_dense_while_the_gradients_of_a_microbatch_are_few(
     assert type(found) is expected
 
 
-def test_auto_is_dense_in_half_precision(monkeypatch: pytest.MonkeyPatch):
+def test_auto_is_dense_in_half_precision(monkeypatch):
     monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
     half = nn.Linear(2, 5).bfloat16()
     assert type(per_example_gradients(half, token_loss, "auto", 8)) is PerExampleGradients
@@ -314,7 +310,7 @@ def test_a_layer_that_computes_in_float64_is_refused_in_words():
     assert norm(clipped_sum(PerExampleGradients(model, objective), {"x": floats(3, 2, 64)}, 1.0))
 
 
-def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch: pytest.MonkeyPatch):
+def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch):
     """What trains is float32, but its gradients come through bfloat16."""
     monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
     base = nn.Linear(2, 5).bfloat16().requires_grad_(False)
@@ -324,7 +320,7 @@ def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch: pyt
     assert type(per_example_gradients(model, token_loss, "auto", 8)) is PerExampleGradients
 
 
-def test_autocast_and_tf32_are_refused_and_avoided(monkeypatch: pytest.MonkeyPatch):
+def test_autocast_and_tf32_are_refused_and_avoided(monkeypatch):
     monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
     model = nn.Linear(2, 5)
     with pytest.raises(ValueError, match=r"autocast.*per_example_gradients: dense"):
@@ -348,7 +344,7 @@ def test_layers_that_opacus_has_gradients_but_no_norms_for():
     check_against_naive_loop(model, objective, {"x": floats(5, 6, 5)}, GhostGradients)
 
 
-def test_a_run_is_the_same_with_ghost_clipping(tmp_path: Any):
+def test_a_run_is_the_same_with_ghost_clipping(tmp_path):
     """Same batches, same noise; the clipped sums differ by float32 rounding only."""
     found = {}
     for how, kind in (("dense", PerExampleGradients), ("ghost", GhostGradients)):
@@ -377,7 +373,7 @@ class TimeMajor(nn.Module):
 
 
 @pytest.mark.parametrize(("how", "rows"), [("ghost", 1), ("ghost", 2), ("dense", 12)])
-def test_a_run_tries_the_attribution_before_its_first_step(tmp_path: Any, how: str, rows: int):
+def test_a_run_tries_the_attribution_before_its_first_step(tmp_path, how, rows):
     """Whatever the number of rows that the data set has; nothing reaches the ledger."""
     x = floats(rows, 6)
     data = [{"x": row, "labels": torch.zeros(())} for row in x]

@@ -11,7 +11,6 @@ from estimator_bench import (
     VOCABULARY,
     Batch,
     Bench,
-    Build,
     bits,
     same,
     seeded,
@@ -96,19 +95,19 @@ def transformer(name: str) -> tuple[nn.Module, str]:
         ("opt", torch.float16),
     ],
 )
-def test_layerwise_gives_the_bits_of_whole_model(name: str, dtype: torch.dtype):
+def test_layerwise_gives_the_bits_of_whole_model(name, dtype):
     model, task = transformer(name)
     LayerwiseBench(model.to(dtype)).assert_alike(microbatches(task))
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "sphere"])
-def test_other_directions(distribution: str):
+def test_other_directions(distribution):
     model, task = transformer("bert")
     LayerwiseBench(model, distribution=distribution).assert_alike(microbatches(task))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora(dtype: torch.dtype):
+def test_lora(dtype):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
     model = peft.get_peft_model(transformer("bert")[0], config).eval()
@@ -120,7 +119,7 @@ def test_lora(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_goes_the_same_way(dtype: torch.dtype):
+def test_training_goes_the_same_way(dtype):
     """Three updates, each from where the strategy leaves the parameters; also deferred ones."""
     ends = []
     for strategy in ("whole_model", "layerwise"):
@@ -185,7 +184,7 @@ def test_theta_stays_in_its_own_storage_and_settled():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_extra_memory_is_the_largest_module(dtype: torch.dtype):
+def test_extra_memory_is_the_largest_module(dtype):
     bench = LayerwiseBench(seeded(Layers, dtype), squares)
     estimate = bench.estimator("layerwise")
     estimate([vectors(dtype=dtype)], us(3))
@@ -195,7 +194,7 @@ def test_extra_memory_is_the_largest_module(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_in_the_middle_restores(error: type[BaseException]):
+def test_an_exception_in_the_middle_restores(error):
     bench = LayerwiseBench(seeded(Layers), squares)
     original = bench.model.b.forward
 
@@ -232,7 +231,7 @@ class WritesItsWeight(nn.Linear):
 
 
 @pytest.mark.parametrize("strategy", ["whole_model", "layerwise"])
-def test_a_module_that_writes_its_own_weight_is_refused(strategy: str):
+def test_a_module_that_writes_its_own_weight_is_refused(strategy):
     bench = LayerwiseBench(seeded(lambda: WritesItsWeight(32, 3)), squares)
     with pytest.raises(ParameterChanged, match="weight was written to"):
         bench.x(strategy, [vectors()])
@@ -278,7 +277,7 @@ class Parametrized(nn.Module):
 
 @pytest.mark.parametrize("build", [Layers, Wrapped, Shared, Parametrized])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nested_tied_and_shared_owners(build: Build, dtype: torch.dtype):
+def test_nested_tied_and_shared_owners(build, dtype):
     bench = LayerwiseBench(seeded(build, dtype), squares)
     batches = [vectors(4, dtype=dtype), vectors(1, dtype=dtype)]
     bench.assert_alike(batches)
@@ -315,7 +314,7 @@ WHOLE_TABLE = 500 * 32
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [nn.Embedding, ByKeyword, ByIndexing, Scaled])
-def test_embeddings(kind: type[nn.Embedding], dtype: torch.dtype):
+def test_embeddings(kind, dtype):
     bench = LayerwiseBench(seeded(lambda: kind(500, 32), dtype), word_loss)
     bench.assert_alike([IDS, {"ids": IDS["ids"][:1].int()}])
     assert inexactness(bench.estimator("layerwise"), IDS, us(1)[0]) is None
@@ -362,7 +361,7 @@ class Faintly(nn.Module):
     ("build", "names"), [(Attention, "out_proj.weight"), (Faintly, "b.weight")]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reads_behind_the_back_are_found_out(build: Build, names: str, dtype: torch.dtype):
+def test_reads_behind_the_back_are_found_out(build, names, dtype):
     bench = LayerwiseBench(seeded(build, dtype), squares)
     batch = vectors(dtype=dtype)
     theta = bits(bench.space.tensors)

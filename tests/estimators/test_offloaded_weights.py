@@ -49,7 +49,7 @@ def same(one: ParameterSpace, other: ParameterSpace) -> bool:
     ],
 )
 def test_differences_and_updates_have_the_bits_of_a_model_that_is_there(
-    tmp_path: Path, name: str, dtype: torch.dtype, distribution: str, where: str
+    tmp_path, name, dtype, distribution, where
 ):
     here, task = transformer(name)
     benches = [
@@ -70,7 +70,7 @@ def test_differences_and_updates_have_the_bits_of_a_model_that_is_there(
     assert len(living_elsewhere(benches[1].model)) == len(list(benches[1].model.parameters()))
 
 
-def test_auto_is_layerwise_where_offloaded_weights_train(tmp_path: Path):
+def test_auto_is_layerwise_where_offloaded_weights_train(tmp_path):
     bench = Bench(offloaded(transformer("bert")[0], tmp_path, "cpu"))
     assert bench.estimator("auto").strategy == "layerwise"
     for strategy in ("whole_model", "stacked"):
@@ -85,7 +85,7 @@ def test_auto_is_layerwise_where_offloaded_weights_train(tmp_path: Path):
     assert Bench(frozen).estimator("auto").strategy == "whole_model"
 
 
-def test_at_most_two_modules_are_here_and_every_weight_comes_once_a_pass(tmp_path: Path):
+def test_at_most_two_modules_are_here_and_every_weight_comes_once_a_pass(tmp_path):
     """Bytes in, K = 1, one microbatch: 2 passes x all weights; of embeddings the rows that are read."""
     model, task = transformer("bert")
     bench = Bench(offloaded(model, tmp_path, "disk"))
@@ -114,7 +114,7 @@ def test_at_most_two_modules_are_here_and_every_weight_comes_once_a_pass(tmp_pat
     assert schedule.held == 0
 
 
-def test_the_next_module_comes_in_another_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_next_module_comes_in_another_thread(monkeypatch, tmp_path):
     threads = []
     copied = offload._copied
 
@@ -152,7 +152,7 @@ def distances(model: nn.Module, inputs: Any) -> Tensor:
 BATCH = {"x": torch.ones(2, 4), "labels": torch.zeros(2, 2)}
 
 
-def test_a_weight_that_is_read_elsewhere_is_found_out_and_may_be_preloaded(tmp_path: Path):
+def test_a_weight_that_is_read_elsewhere_is_found_out_and_may_be_preloaded(tmp_path):
     model = offloaded(seeded(Reader), tmp_path, "cpu")
     bench = Bench(model, distances)
     with pytest.raises(ValueError, match="preload_module_classes"):
@@ -172,7 +172,7 @@ class Writer(nn.Linear):
         return super().forward(x)
 
 
-def test_a_write_to_what_came_is_lost_and_refused(tmp_path: Path):
+def test_a_write_to_what_came_is_lost_and_refused(tmp_path):
     model = offloaded(seeded(lambda: Writer(4, 2)), tmp_path, "cpu")
     before = model.weight.detach().clone()
     bench = Bench(model, distances)
@@ -182,7 +182,7 @@ def test_a_write_to_what_came_is_lost_and_refused(tmp_path: Path):
     assert prefetcher_of(model).held == 0
 
 
-def test_an_error_in_a_forward_leaves_every_weight_where_it_lives(tmp_path: Path):
+def test_an_error_in_a_forward_leaves_every_weight_where_it_lives(tmp_path):
     model = offloaded(transformer("bert")[0], tmp_path, "cpu")
     addresses = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(IndexError):
@@ -191,7 +191,7 @@ def test_an_error_in_a_forward_leaves_every_weight_where_it_lives(tmp_path: Path
     assert prefetcher_of(model).held == 0
 
 
-def test_a_copy_of_the_model_has_weights_of_its_own(tmp_path: Path):
+def test_a_copy_of_the_model_has_weights_of_its_own(tmp_path):
     model = offloaded(seeded(Reader), tmp_path, "disk")
     other = copy.deepcopy(model)
     assert prefetched_of(other.outer).module is other.outer
@@ -204,7 +204,7 @@ def test_a_copy_of_the_model_has_weights_of_its_own(tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda_the_bits_are_those_of_a_model_on_cuda(tmp_path: Path, dtype: torch.dtype):
+def test_on_cuda_the_bits_are_those_of_a_model_on_cuda(tmp_path, dtype):
     """The side stream's copies are complete when they are perturbed, and updates are the CPU's."""
     here, task = transformer("opt")
     batches = [{k: v.cuda() for k, v in batch.items()} for batch in microbatches(task)]

@@ -96,7 +96,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-4, atol=1e-6)
 
 
-def test_the_clipped_sum_is_that_of_single_examples(case: Any, kind: Gradients):
+def test_the_clipped_sum_is_that_of_single_examples(case, kind):
     """In microbatches; one example alone moves the sum by the clip; the model's layers are tried."""
     model, objective, batch = case
     gradients = kind(model, objective)
@@ -112,7 +112,7 @@ def test_the_clipped_sum_is_that_of_single_examples(case: Any, kind: Gradients):
     assert norm(clipped_sum(gradients, one, clip=1e-3)) == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_an_empty_batch_gives_zeros(tiny_bert: Any, kind: Gradients):
+def test_an_empty_batch_gives_zeros(tiny_bert, kind):
     model = tiny_bert()
     empty = {name: value[:0] for name, value in batch_of().items()}
     found = clipped_sum(kind(model, select_objective(model)), empty, 1.0)
@@ -121,9 +121,7 @@ def test_an_empty_batch_gives_zeros(tiny_bert: Any, kind: Gradients):
 
 
 @pytest.mark.parametrize(("value", "bad"), [(math.inf, {2}), (math.nan, {0, 1, 2, 3})])
-def test_an_example_without_a_finite_gradient_counts_as_zero(
-    tiny_bert: Any, kind: Gradients, value: float, bad: set[int]
-):
+def test_an_example_without_a_finite_gradient_counts_as_zero(tiny_bert, kind, value, bad):
     """A loss that is not finite, and one that is though its activations are not."""
     model, batch = tiny_bert(), batch_of()
     plain = select_objective(model)
@@ -144,7 +142,7 @@ def test_an_example_without_a_finite_gradient_counts_as_zero(
         assert_close(totals, [sum(column) for column in zip(*weighted, strict=True)])
 
 
-def test_frozen_parameters_are_left_out(tiny_bert: Any, kind: Gradients):
+def test_frozen_parameters_are_left_out(tiny_bert, kind):
     model = tiny_bert()
     for name, p in model.named_parameters():
         p.requires_grad_("classifier" in name)
@@ -156,7 +154,7 @@ def test_frozen_parameters_are_left_out(tiny_bert: Any, kind: Gradients):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_the_model_is_left_as_it_was(tiny_opt: Any, kind: Gradients, broken: bool):
+def test_the_model_is_left_as_it_was(tiny_opt, kind, broken):
     model = tiny_opt().train()
     before = copy.deepcopy(model)
     plain = select_objective(model)
@@ -289,9 +287,7 @@ def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
     return norm([f - e for f, e in zip(found, expected, strict=True)]) / norm(expected)
 
 
-def test_a_layers_norms_and_weighted_sum_are_those_of_a_naive_loop(
-    layer_case: Any, kind: Gradients
-):
+def test_a_layers_norms_and_weighted_sum_are_those_of_a_naive_loop(layer_case, kind):
     layer, objective, batch = layer_case
     check_against_naive_loop(layer, objective, batch, kind)
     kind(layer, objective).check_attribution({name: v[:3] for name, v in batch.items()})
@@ -313,7 +309,7 @@ def check_against_naive_loop(model: nn.Module, objective: Any, batch: Batch, kin
 
 
 @pytest.mark.parametrize("read", [0, 1])
-def test_outputs_that_the_loss_does_not_read(kind: Gradients, read: int):
+def test_outputs_that_the_loss_does_not_read(kind, read):
     """Each gradient meets the inputs of its own call."""
 
     def objective(model: Any, inputs: Batch) -> Tensor:
@@ -323,7 +319,7 @@ def test_outputs_that_the_loss_does_not_read(kind: Gradients, read: int):
     check_against_naive_loop(Repeated(nn.Linear(WIDTH, OUT)), objective, LAYER_BATCH, kind)
 
 
-def test_an_output_that_is_changed_in_place(kind: Gradients):
+def test_an_output_that_is_changed_in_place(kind):
     """Refused where it is a view, as that of `[B, T, h]` is: autograd shows no hook its gradient."""
 
     def objective(model: Any, inputs: Batch) -> Tensor:
@@ -339,7 +335,7 @@ def test_an_output_that_is_changed_in_place(kind: Gradients):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_rows_that_are_no_examples_weigh_nothing(kind: Gradients, rows: int):
+def test_rows_that_are_no_examples_weigh_nothing(kind, rows):
     """Of a pass that is filled up, whatever stands there: one of nothing but blanks included."""
     model = Repeated(nn.Linear(WIDTH, OUT))
 
@@ -397,7 +393,7 @@ TOY_BATCH = {"x": torch.linspace(-1, 1, 15).reshape(5, 3)}
         ),
     ],
 )
-def test_weights_used_in_other_ways_are_refused(kind: Gradients, how: str, message: str):
+def test_weights_used_in_other_ways_are_refused(kind, how, message):
     with pytest.raises(ValueError, match=message) as refused:
         clipped_sum(kind(Toy(how), toy_objective), TOY_BATCH, 1.0)
     assert not any(c.isdigit() for c in str(refused.value))  # logs show no number of the data
@@ -423,9 +419,7 @@ class ScaledEmbedding(nn.Embedding):
         (nn.Embedding(5, 3, max_norm=1.0), r"0 \(Embedding\)"),
     ],
 )
-def test_layers_without_per_example_gradients_are_refused_by_name(
-    kind: Gradients, layer: nn.Module, message: str
-):
+def test_layers_without_per_example_gradients_are_refused_by_name(kind, layer, message):
     layer = copy.deepcopy(layer)
     with pytest.raises(ValueError, match=message):
         kind(nn.Sequential(layer), toy_objective)
@@ -434,7 +428,7 @@ def test_layers_without_per_example_gradients_are_refused_by_name(
     kind(nn.Sequential(layer, nn.Linear(3, 3)), toy_objective)  # frozen is fine
 
 
-def test_gpt2s_own_linear_layers_are_refused_by_name(tiny_gpt2: Any, kind: Gradients):
+def test_gpt2s_own_linear_layers_are_refused_by_name(tiny_gpt2, kind):
     """transformers' Conv1D is no nn.Linear; a head on a frozen GPT-2 is fine."""
     model = tiny_gpt2()
     with pytest.raises(
@@ -449,18 +443,18 @@ def test_gpt2s_own_linear_layers_are_refused_by_name(tiny_gpt2: Any, kind: Gradi
     assert_close(found, [sum(column) for column in zip(*expected, strict=True)])
 
 
-def test_an_embedding_that_does_more_than_look_up_is_refused(kind: Gradients):
+def test_an_embedding_that_does_more_than_look_up_is_refused(kind):
     batch = {"x": torch.arange(4)}
     with pytest.raises(ValueError, match="ScaledEmbedding does more than look up rows"):
         clipped_sum(kind(ScaledEmbedding(5, 3), toy_objective), batch, 1.0)
 
 
-def test_settings_that_mean_nothing_are_refused(kind: Gradients):
+def test_settings_that_mean_nothing_are_refused(kind):
     with pytest.raises(ValueError, match="no parameter is trainable"):
         kind(Toy("plain").requires_grad_(False), toy_objective)
 
 
-def test_a_mean_over_the_batch_is_refused(kind: Gradients):
+def test_a_mean_over_the_batch_is_refused(kind):
     def mean(model: nn.Module, inputs: Batch) -> Tensor:
         return toy_objective(model, inputs).mean()
 
@@ -496,7 +490,7 @@ def test_half_precision_gradients_are_added_up_in_float64():
 
 
 @pytest.mark.parametrize("size", [3, ghost_clipping.PIECE + 1])
-def test_sums_are_those_of_float64(size: int):
+def test_sums_are_those_of_float64(size):
     """In float32, 2^24 + 1 is 2^24; in TF32, which never touches float64, 1 + 2^-12 is 1."""
     weights = torch.tensor([1 + 2.0**-12, 1.0, 1.0])
     gradients = torch.tensor([[1.0], [2.0**24], [1.0]]).expand(3, size)
@@ -565,9 +559,7 @@ def ordered(how: str) -> tuple[nn.Module, dict[str, Tensor]]:
         ("positions [T, T]", r"positions \(Embedding\): what it sees does not grow"),
     ],
 )
-def test_what_is_in_another_order_is_refused_before_the_first_step(
-    kind: Gradients, how: str, message: str
-):
+def test_what_is_in_another_order_is_refused_before_the_first_step(kind, how, message):
     """Six positions divide by 3 and by 2 examples: no single shape gives them away."""
     model, batch = ordered(how)
     with pytest.raises(ValueError, match=message + ".* Freeze it, or use dpzero"):
@@ -575,7 +567,7 @@ def test_what_is_in_another_order_is_refused_before_the_first_step(
 
 
 @pytest.mark.parametrize("how", ["plain", "[B * T, h]"])
-def test_what_is_in_order_passes_and_leaves_nothing(kind: Gradients, how: str):
+def test_what_is_in_order_passes_and_leaves_nothing(kind, how):
     model, batch = ordered(how)
     gradients = kind(model, ordered_objective)
     gradients.check_attribution(batch)
@@ -585,7 +577,7 @@ def test_what_is_in_order_passes_and_leaves_nothing(kind: Gradients, how: str):
         gradients.check_attribution({"x": batch["x"][:1]})
 
 
-def test_inputs_and_outputs_of_a_layer_must_have_the_same_rows(kind: Gradients):
+def test_inputs_and_outputs_of_a_layer_must_have_the_same_rows(kind):
     """[B, h] in, [2 B, h] out: both are multiples of B, and no token belongs to another."""
 
     model = nn.Sequential(nn.Linear(3, 3))

@@ -82,7 +82,7 @@ def half_differences_in_float64(model: Any, smoothing: float, direction: Directi
         (torch.float32, False, 1e-5),
     ],
 )
-def test_both_numbers_are_those_of_float64(dtype: torch.dtype, autocast: bool, smoothing: float):
+def test_both_numbers_are_those_of_float64(dtype, autocast, smoothing):
     """Signal to 30 % where it is visible; rounding within a factor of 2. Other directions there."""
     model = lively_model().to(dtype)
     theta = copy.deepcopy(model)
@@ -147,7 +147,7 @@ def test_the_median_is_over_examples_and_infinite_losses_are_left_out():
         (0.0, 1.0, 0.0, None),
     ],
 )
-def test_ratio_and_suggestion(signal: float, rounding: float, ratio: float, factor: int | None):
+def test_ratio_and_suggestion(signal, rounding, ratio, factor):
     """The smallest power of two k with k * ratio >= 3; none where no signal is seen."""
     found = PrecisionDiagnostic(signal, rounding, "bf16", smoothing=0.5)
     assert found.ratio == ratio
@@ -164,7 +164,7 @@ def test_the_text_has_both_numbers_and_what_to_do():
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parameters_and_smoothing_are_as_before(dtype: torch.dtype, fails: bool):
+def test_parameters_and_smoothing_are_as_before(dtype, fails):
     differences = differences_of(lively_model().to(dtype), 4e-3, autocast=False)
     before = copy.deepcopy(differences.model.state_dict())
     inner, calls = differences.objective, []
@@ -198,7 +198,7 @@ HALF = "parameters that are not float32 (weight, ...)"
         (torch.bfloat16, {"tf32": True}, f"tf32=True and {HALF}"),
     ],
 )
-def test_low_precision_names_what_is_below_float32(dtype, settings: dict, expected: str):
+def test_low_precision_names_what_is_below_float32(dtype, settings, expected):
     args = SimpleNamespace(**{"mixed_precision": "no", "tf32": None, **settings})
     assert low_precision(torch.nn.Linear(2, 2).to(dtype), args) == expected
 
@@ -212,7 +212,7 @@ def schema(label_dimensions: int, width: int = 5) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("factory", "label_dimensions"), [("tiny_bert", 1), ("tiny_gpt2", 2), ("tiny_t5", 2)]
 )
-def test_random_tokens_suit_every_architecture(factory: str, label_dimensions: int, request: Any):
+def test_random_tokens_suit_every_architecture(factory, label_dimensions, request):
     model = request.getfixturevalue(factory)()
     batch = random_tokens(schema(label_dimensions), model)
     assert batch is not None

@@ -80,7 +80,7 @@ MODELS = {"head": head_only, "last layer": last_layer, "lora": lora_on_the_last_
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_reuse_is_bit_identical_to_full_passes(name: str, tiny_bert: Any):
+def test_reuse_is_bit_identical_to_full_passes(name, tiny_bert):
     batches = [token_batch(size, seed=size) for size in (3, 2, 4)]
     with_reuse = estimator(MODELS[name](tiny_bert), reuse=True)
     without = estimator(MODELS[name](tiny_bert), reuse=False)
@@ -93,7 +93,7 @@ def test_reuse_is_bit_identical_to_full_passes(name: str, tiny_bert: Any):
     assert prefix_is_exact(with_reuse, batches[0], Direction(KEY, 0))
 
 
-def test_tied_embeddings_frozen_under_a_training_head_transform(tiny_masked_lm: Any):
+def test_tied_embeddings_frozen_under_a_training_head_transform(tiny_masked_lm):
     model = tiny_masked_lm()
     select_trainable(model, "predictions.transform")
     counts = calls_of(model)
@@ -108,7 +108,7 @@ def test_tied_embeddings_frozen_under_a_training_head_transform(tiny_masked_lm: 
 
 
 @pytest.mark.parametrize("pattern", ["layers.1", "final_layer_norm|fc2"])
-def test_decoders_with_caches_and_masks(pattern: str, tiny_opt: Any):
+def test_decoders_with_caches_and_masks(pattern, tiny_opt):
     results = []
     for reuse in (True, False):
         model = tiny_opt()
@@ -117,13 +117,13 @@ def test_decoders_with_caches_and_masks(pattern: str, tiny_opt: Any):
     assert torch.equal(*results)
 
 
-def test_full_parameters_have_no_prefix(tiny_bert: Any):
+def test_full_parameters_have_no_prefix(tiny_bert):
     assert not FrozenPrefix(tiny_bert()).worthwhile
     assert estimator(tiny_bert(), reuse=True).prefix is None
     assert prefix_is_exact(estimator(tiny_bert(), reuse=True), token_batch(2), Direction(KEY, 0))
 
 
-def test_frozen_modules_run_once_per_microbatch(tiny_bert: Any):
+def test_frozen_modules_run_once_per_microbatch(tiny_bert):
     """3 microbatches, K = 4: the encoder runs 3 times, the head 3 * 2K = 24 times."""
     model = head_only(tiny_bert)
     counts = calls_of(model)
@@ -136,7 +136,7 @@ def test_frozen_modules_run_once_per_microbatch(tiny_bert: Any):
     assert counts["bert.encoder.layer.1.output.dense"] == 3
 
 
-def test_a_mixed_model_runs_its_first_layer_once_and_its_last_always(tiny_bert: Any):
+def test_a_mixed_model_runs_its_first_layer_once_and_its_last_always(tiny_bert):
     model = last_layer(tiny_bert)
     counts = calls_of(model)
     differences(estimator(model, reuse=True), [token_batch(2)], count=4)
@@ -146,7 +146,7 @@ def test_a_mixed_model_runs_its_first_layer_once_and_its_last_always(tiny_bert: 
     assert counts["bert.pooler"] == 8  # frozen, but behind what trains
 
 
-def test_each_microbatch_has_its_own_prefix(tiny_bert: Any):
+def test_each_microbatch_has_its_own_prefix(tiny_bert):
     """The second microbatch must not be judged by the first one's features."""
     model = head_only(tiny_bert)
     reuse = estimator(model, reuse=True)
@@ -156,7 +156,7 @@ def test_each_microbatch_has_its_own_prefix(tiny_bert: Any):
     assert not torch.equal(together[:2], together[2:])
 
 
-def test_nothing_is_left_on_the_model(tiny_bert: Any):
+def test_nothing_is_left_on_the_model(tiny_bert):
     model = last_layer(tiny_bert)
 
     def state() -> dict[str, Any]:
@@ -225,14 +225,14 @@ def squares(model: nn.Module, inputs: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("build", [InPlace, Impatient])
-def test_stale_outputs_raise_and_never_pass_silently(build: Callable[[], nn.Module]):
+def test_stale_outputs_raise_and_never_pass_silently(build):
     reuse = estimator(seeded(build), reuse=True, objective=squares)
     with pytest.raises(StalePrefix, match="set performance.reuse_frozen_prefix=False"):
         differences(reuse, [{"x": torch.ones(2, 3)}])
     assert reuse.space.position == ()
 
 
-def test_an_objective_that_calls_the_model_twice_is_found_out(tiny_bert: Any):
+def test_an_objective_that_calls_the_model_twice_is_found_out(tiny_bert):
     """A contrastive loss: the second call is on another input, which the memory does not see."""
 
     def contrast(model: nn.Module, inputs: Batch) -> Tensor:
@@ -268,7 +268,7 @@ def test_a_frozen_module_inside_another_is_remembered_with_it():
 
 
 @pytest.mark.parametrize("build", [InPlace, BehindTheBack, Impatient])
-def test_make_exact_turns_a_prefix_off_that_cannot_be(build: Callable[[], nn.Module]):
+def test_make_exact_turns_a_prefix_off_that_cannot_be(build):
     estimate = estimator(seeded(build), reuse=True, objective=squares)
     full = estimator(seeded(build), reuse=False, objective=squares)
     batch = {"x": torch.linspace(-1, 1, 12).view(4, 3)}

@@ -77,19 +77,19 @@ def text(rows: int, seed: int = 0, left: bool = False) -> Batch:
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "sphere"])
-def test_a_head_on_stored_features(sentence_head: nn.Module, distribution: str):
+def test_a_head_on_stored_features(sentence_head, distribution):
     bench = StackedBench(sentence_head, distribution=distribution)
     bench.assert_alike([features(7), features(1, seed=1), features(4, seed=2)], count=6)
 
 
-def test_a_head_behind_its_encoder(sentence_head: nn.Module):
+def test_a_head_behind_its_encoder(sentence_head):
     bench = StackedBench(sentence_head)
     assert bench.estimator().prefix is not None
     bench.assert_alike([text(3), text(4, seed=1, left=True)])
 
 
 @pytest.mark.parametrize("trainable", ["", "classifier", "layer.1"])
-def test_bert(tiny_bert: Any, trainable: str):
+def test_bert(tiny_bert, trainable):
     model = tiny_bert()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable in name)
@@ -97,7 +97,7 @@ def test_bert(tiny_bert: Any, trainable: str):
 
 
 @pytest.mark.parametrize("factory", ["tiny_opt", "tiny_masked_lm", "tiny_t5"])
-def test_language_models(factory: str, request: Any):
+def test_language_models(factory, request):
     """Tied embeddings, causal masks, labels of some positions only."""
     StackedBench(request.getfixturevalue(factory)()).assert_alike(
         [token_batch(4, language=True), token_batch(2, seed=1, language=True)]
@@ -106,7 +106,7 @@ def test_language_models(factory: str, request: Any):
 
 @pytest.mark.filterwarnings("error:.*batching rule")
 def test_attention_of_a_cpu_is_the_only_kernel_that_runs_copy_by_copy(
-    tiny_bert: Any, tiny_llama: Any, tiny_t5: Any
+    tiny_bert, tiny_llama, tiny_t5
 ):
     """torch warns of each such kernel; this one takes no longer and is not warned of."""
     for model, language in ((tiny_bert(), False), (tiny_llama(), True), (tiny_t5(), True)):
@@ -124,9 +124,7 @@ def test_attention_of_a_cpu_is_the_only_kernel_that_runs_copy_by_copy(
 
 
 @pytest.mark.parametrize("directions_held", [1, 3])
-def test_held_directions_do_not_matter(
-    sentence_head: nn.Module, monkeypatch: pytest.MonkeyPatch, directions_held: int
-):
+def test_held_directions_do_not_matter(sentence_head, monkeypatch, directions_held):
     bench, batches = StackedBench(sentence_head), [features(7), features(2, seed=1)]
     whole = bench.losses(batches, 5)
     size = stacked.copies_bytes(bench.space, 1)
@@ -139,9 +137,7 @@ def test_held_directions_do_not_matter(
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_copies_in_one_pass_do_not_matter(
-    tiny_bert: Any, monkeypatch: pytest.MonkeyPatch, copies: int
-):
+def test_copies_in_one_pass_do_not_matter(tiny_bert, monkeypatch, copies):
     bench, batches = StackedBench(tiny_bert()), [text(4), text(2, seed=1)]
     whole = bench.losses(batches, 3)
     estimate = bench.estimator()
@@ -167,7 +163,7 @@ def test_copies_in_one_pass_do_not_matter(
 
 
 @pytest.mark.parametrize("bias", [None, "shared", "own"])
-def test_a_linear_layer_on_a_shared_input_is_exact_on_integers(bias: str | None):
+def test_a_linear_layer_on_a_shared_input_is_exact_on_integers(bias):
     """One product for all copies has the sums of one a copy: to the bit where nothing is rounded."""
     draw = torch.Generator().manual_seed(0)
     shapes = {"input": (2, 5, 7), "weight": (4, 3, 7), "shared": (3,), "own": (4, 3)}
@@ -189,7 +185,7 @@ def test_a_linear_layer_on_a_shared_input_is_exact_on_integers(bias: str | None)
     assert kernels.widest == 2 * 5 * 3
 
 
-def test_nan_rows_come_through_and_stay_alone(sentence_head: nn.Module):
+def test_nan_rows_come_through_and_stay_alone(sentence_head):
     bench, batch = StackedBench(sentence_head), features(5)
     good = bench.losses([batch], 4)
     spoilt = {**batch, "sentence_embedding": batch["sentence_embedding"].clone()}
@@ -200,7 +196,7 @@ def test_nan_rows_come_through_and_stay_alone(sentence_head: nn.Module):
     torch.testing.assert_close(found[:, others], good[:, others], rtol=1e-6, atol=0.0)
 
 
-def test_rows_are_coupled_by_rounding_only(tiny_bert: Any):
+def test_rows_are_coupled_by_rounding_only(tiny_bert):
     bench, batch = StackedBench(tiny_bert()), text(4)
     together = bench.losses([batch], 4)
     alone = bench.losses([{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)], 4)
@@ -217,9 +213,7 @@ def test_rows_are_coupled_by_rounding_only(tiny_bert: Any):
         (lambda losses: losses.long(), "dtype torch.int64"),
     ],
 )
-def test_each_copys_losses_are_checked(
-    sentence_head: nn.Module, wrong: Callable[[Tensor], Tensor], message: str
-):
+def test_each_copys_losses_are_checked(sentence_head, wrong, message):
     objective = select_objective(sentence_head)
     bench = StackedBench(sentence_head, lambda model, inputs: wrong(objective(model, inputs)))
     theta = bits(bench.space.tensors)
@@ -229,9 +223,7 @@ def test_each_copys_losses_are_checked(
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_an_exception_leaves_theta_and_no_stale_copies(
-    sentence_head: nn.Module, error: type[BaseException]
-):
+def test_an_exception_leaves_theta_and_no_stale_copies(sentence_head, error):
     objective, failing = select_objective(sentence_head), [False]
 
     def sometimes(model: nn.Module, inputs: Batch) -> Tensor:
@@ -296,9 +288,7 @@ def replace_weight(module: Writing) -> None:
         (replace_weight, "weight was replaced during a forward pass"),
     ],
 )
-def test_a_module_that_writes_its_parameters_is_refused(
-    write: Callable[[Writing], None], name: str, frozen: bool
-):
+def test_a_module_that_writes_its_parameters_is_refused(write, name, frozen):
     bench = StackedBench(Writing(write, frozen), squared)
     theta = bits(bench.space.tensors)
     with pytest.raises(ParameterChanged, match=f"^{name}"):
@@ -307,7 +297,7 @@ def test_a_module_that_writes_its_parameters_is_refused(
     assert bench.model.weight is bench.space.tensors[0]
 
 
-def test_writes_through_data_fail() -> None:
+def test_writes_through_data_fail():
     bench = StackedBench(Writing(lambda module: module.weight.data.add_(1.0)), squared)
     with pytest.raises(RuntimeError, match="data"):
         bench.estimator().losses([vectors()], us(4))
@@ -352,9 +342,7 @@ CANNOT: list[tuple[Callable[[Deciding, Tensor], Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("decide", "message"), CANNOT)
-def test_what_cannot_be_stacked_is_refused_or_left(
-    decide: Callable[[Deciding, Tensor], Tensor], message: str
-):
+def test_what_cannot_be_stacked_is_refused_or_left(decide, message):
     bench = StackedBench(Deciding(decide), squared)
     theta = bits(bench.space.tensors)
     with pytest.raises(ValueError, match=f"strategy='stacked' {message}.*; use 'whole_model'"):
@@ -393,7 +381,7 @@ def test_a_compiled_model_is_refused():
         FiniteDifferences(model, space, squared, SMOOTHING, strategy="stacked")
 
 
-def test_a_space_of_another_model_is_refused(sentence_head: nn.Module):
+def test_a_space_of_another_model_is_refused(sentence_head):
     space = ParameterSpace.from_model(nn.Linear(3, 3), smoothing=SMOOTHING)
     with pytest.raises(ValueError, match="not the model's parameters"):
         StackedCopies(sentence_head, space, squared)
@@ -408,11 +396,11 @@ def chosen(bench: StackedBench, batch: Batch, count: int) -> str:
 @pytest.mark.parametrize(
     ("count", "expected"), [(1, "whole_model"), (3, "whole_model"), (4, "stacked"), (64, "stacked")]
 )
-def test_auto_stacks_from_four_directions_on(sentence_head: nn.Module, count: int, expected: str):
+def test_auto_stacks_from_four_directions_on(sentence_head, count, expected):
     assert chosen(StackedBench(sentence_head), features(2), count) == expected
 
 
-def test_auto_stacks_what_fits(sentence_head: nn.Module, monkeypatch: pytest.MonkeyPatch):
+def test_auto_stacks_what_fits(sentence_head, monkeypatch):
     bench = StackedBench(sentence_head)
     size = stacked.copies_bytes(bench.space, 8)
     for limit, expected in ((size, "stacked"), (size - 1, "whole_model")):
@@ -433,7 +421,7 @@ def test_auto_leaves_wide_models_alone():
     assert wide(stacked.AUTO_FLOATS + 1) == "whole_model"
 
 
-def test_auto_without_a_trial_or_by_name_does_not_stack(sentence_head: nn.Module):
+def test_auto_without_a_trial_or_by_name_does_not_stack(sentence_head):
     bench = StackedBench(sentence_head)
     assert bench.estimator("auto").strategy == "whole_model"
     by_name = bench.estimator("whole_model")
@@ -441,7 +429,7 @@ def test_auto_without_a_trial_or_by_name_does_not_stack(sentence_head: nn.Module
     assert by_name.strategy == "whole_model"
 
 
-def test_the_trial_accepts_rounding_and_nothing_more(sentence_head: nn.Module):
+def test_the_trial_accepts_rounding_and_nothing_more(sentence_head):
     """A loss that is off by less than the tolerance passes, by three times as much does not."""
     objective = select_objective(sentence_head)
 
@@ -458,7 +446,7 @@ def test_the_trial_accepts_rounding_and_nothing_more(sentence_head: nn.Module):
     assert not off_by(STACKED_TOLERANCE * 3)
 
 
-def test_nan_rows_do_not_decide(sentence_head: nn.Module):
+def test_nan_rows_do_not_decide(sentence_head):
     batch = {k: v.clone() for k, v in features(2).items()}
     batch["sentence_embedding"][1] = torch.nan
     assert chosen(StackedBench(sentence_head), batch, 8) == "stacked"

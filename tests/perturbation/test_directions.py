@@ -62,7 +62,7 @@ def reference_normal(key: np.ndarray, i: int) -> float:
 
 
 @pytest.mark.parametrize("start", [0, 31, 4090, 65_536 - 5, (1 << 33) - 7, (1 << 37) + 4000])
-def test_coordinates_are_the_documented_words(start: int):
+def test_coordinates_are_the_documented_words(start):
     """Across rows, tiles and the 2^32nd call's carry (sign 2^37 is call 2^30; normal 2^34, 2^32)."""
     for distribution, reference in [("rademacher", reference_sign), ("gaussian", reference_normal)]:
         made = stream(distribution, 8, step=3, query=1)
@@ -73,7 +73,7 @@ def test_coordinates_are_the_documented_words(start: int):
 
 
 @pytest.mark.parametrize(("distribution", "per_call"), [("rademacher", 128), ("gaussian", 4)])
-def test_calls_beyond_32_bits_carry_into_the_counter(distribution: str, per_call: int):
+def test_calls_beyond_32_bits_carry_into_the_counter(distribution, per_call):
     """The coordinates of calls 2^32 - 32 .. 2^32 + 32; dropping the high half would repeat call 0."""
     reference = reference_sign if distribution == "rademacher" else reference_normal
     edge, made = (1 << 32) * per_call, stream(distribution, 8)
@@ -97,7 +97,7 @@ def test_the_stream_is_named_by_direction_and_domain():
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_any_slice_equals_the_whole(distribution: str):
+def test_any_slice_equals_the_whole(distribution):
     """Random unaligned slices of 300 000 coordinates, read in random order from one stream."""
     size = 300_000
     expected = stream(distribution, size).raw(0, size)
@@ -189,7 +189,7 @@ def test_rademacher_is_fair_and_reports_a_bias():
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_second_moment_matrix_is_the_identity(distribution: str):
+def test_second_moment_matrix_is_the_identity(distribution):
     """E[u u^T] = I over 1000 steps, d = 7 in two tensors; std of an entry is at most sqrt(2/n)."""
     n, layout = 1000, [(0, 3), (256, 4)]
     rows = [direction_vector(Direction(KEY, t), distribution, layout) for t in range(n)]
@@ -209,7 +209,7 @@ def worst_correlation(u: torch.Tensor, v: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_steps_queries_keys_and_offsets_are_independent_at_every_shift(distribution: str):
+def test_steps_queries_keys_and_offsets_are_independent_at_every_shift(distribution):
     """65 536 shifts: the largest of as many standard normals stays under 6 (p about 1e-4)."""
     n = 1 << 16
     u = whole(distribution, n, step=5)
@@ -229,7 +229,7 @@ def test_steps_queries_keys_and_offsets_are_independent_at_every_shift(distribut
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_a_direction_is_independent_of_itself_at_every_shift(distribution: str):
+def test_a_direction_is_independent_of_itself_at_every_shift(distribution):
     """Its own lags 1 .. n - 1, which a layout that reused bits or calls would show."""
 
     def worst_lag(v: torch.Tensor) -> float:
@@ -289,7 +289,7 @@ def test_a_uniform_start_gives_every_coordinate_a_uniform_dither():
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000, 200_000])
-def test_sphere_has_norm_root_d(size: int):
+def test_sphere_has_norm_root_d(size):
     u = whole("sphere", size, step=2).double()
     assert float(u.square().sum()) == pytest.approx(size, rel=1e-6)
 

@@ -27,7 +27,7 @@ def some_tensors() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian", "sphere"])
-def test_gram_of_the_full_space(distribution: str, monkeypatch: pytest.MonkeyPatch):
+def test_gram_of_the_full_space(distribution, monkeypatch):
     """Of one Rademacher direction, without drawing anything."""
     space = ParameterSpace(some_tensors().items(), distribution=distribution)
     us = [Direction(KEY, 2, k) for k in range(5)]

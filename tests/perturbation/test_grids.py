@@ -15,14 +15,14 @@ from hf_dpzero.perturbation import grids
 @pytest.mark.parametrize(
     "largest", [0.0, 1e-9, 0.06, 0.125, 0.3, 0.5, 0.500001, 1.0, 7.9, 8.0, 1e6]
 )
-def test_exponent_leaves_a_factor_two(largest: float):
+def test_exponent_leaves_a_factor_two(largest):
     capacity = 2.0 ** grids.exponent_for(largest)
     assert capacity >= 2 * max(largest, 0.125)
     assert capacity < 4 * max(largest, 0.125) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_are_refused(bad: float):
+def test_weights_that_are_not_finite_are_refused(bad):
     with pytest.raises(ValueError, match="finite weights"):
         grids.exponent_for(bad)
 
@@ -71,7 +71,7 @@ def test_snap_moves_by_at_most_half_a_step_and_once():
 
 
 @pytest.mark.parametrize("value", [0.3, -0.3, 17.0, -2.5, 1e-4])
-def test_scalar_stochastic_rounding_goes_up_with_the_fraction(value: float):
+def test_scalar_stochastic_rounding_goes_up_with_the_fraction(value):
     """Its mean over 4096 equidistant uniforms is the value, to one uniform's step, on every grid."""
     spacing, n = np.array([0.5, 0.125]), 4096
     uniforms = (np.arange(n)[:, None] + 0.5) / n

@@ -57,9 +57,7 @@ def test_other_threads_are_left_alone():
 
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_an_interrupt_in_a_change_leaves_whole_states(
-    monkeypatch: pytest.MonkeyPatch, at: int, defer: bool
-):
+def test_an_interrupt_in_a_change_leaves_whole_states(monkeypatch, at, defer):
     """Ctrl-C during the at-th segment: after settling, theta is what the change was leading to."""
     u, v = Direction(1, 0), Direction(1, 1)
     expected = space_of()
@@ -87,7 +85,7 @@ def test_an_interrupt_in_a_change_leaves_whole_states(
     assert all(torch.equal(a, b) for a, b in zip(space.tensors, expected.tensors, strict=True))
 
 
-def test_a_change_that_failed_half_way_is_never_carried_on(monkeypatch: pytest.MonkeyPatch):
+def test_a_change_that_failed_half_way_is_never_carried_on(monkeypatch):
     space, calls = space_of(), []
     apply = segments.GridSegment.apply_
 

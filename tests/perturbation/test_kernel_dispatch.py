@@ -80,7 +80,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("terms", [1, 2, 17])
-def test_compiled_equals_torch_bit_for_bit(kind: str, terms: int):
+def test_compiled_equals_torch_bit_for_bit(kind, terms):
     """Sizes and offsets on, before and after the ends of rows and tiles, and beyond 2^32."""
     sizes = [0, 1, 31, 32, 33, 768, 4096, 5000, 12_321]
     offsets = [0, 32, 96, 4064, 4096, (1 << 33) + 96, (1 << 41) - 32]
@@ -98,7 +98,7 @@ def test_compiled_equals_torch_bit_for_bit(kind: str, terms: int):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offset", [4064, (1 << 33) + 96])
-def test_members_get_their_own_parameters(kind: str, offset: int):
+def test_members_get_their_own_parameters(kind, offset):
     """As each member alone, and as torch; members within and across tiles."""
     starts, n = [0, 32, 320, 320 + 4096, 9024], 9024 + 77
     members = Members.at(starts, n)
@@ -126,7 +126,7 @@ def test_members_at_maps_rows_and_starts():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [96, 5120])
-def test_pieces_are_rows_of_the_whole(kind: str, width: int, monkeypatch: pytest.MonkeyPatch):
+def test_pieces_are_rows_of_the_whole(kind, width, monkeypatch):
     """Rows of an embedding, in any order and repeated, compiled and in plain torch."""
     rows = np.array([3, 0, 7, 3, 5])
     made = case(kind, 9 * width, (1 << 33) + 64, 2)
@@ -142,9 +142,7 @@ def test_pieces_are_rows_of_the_whole(kind: str, width: int, monkeypatch: pytest
 
 @pytest.mark.parametrize("gaussian", [False, True])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_coordinates_are_the_directions(
-    gaussian: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_coordinates_are_the_directions(gaussian, compiled, monkeypatch):
     """From any start, aligned or not, in the units of the direction; norms in exact integers."""
     if not compiled:
         monkeypatch.setattr(dispatch, "_cpu_kernels", lambda: None)
@@ -157,7 +155,7 @@ def test_coordinates_are_the_directions(
 
 
 @pytest.mark.parametrize("chunk", [96, 1 << 20])
-def test_sums_of_squares_are_the_same_integers(chunk: int, monkeypatch: pytest.MonkeyPatch):
+def test_sums_of_squares_are_the_same_integers(chunk, monkeypatch):
     """Whatever the chunks; and no sum that int64 holds can overflow, at the widest normal."""
     monkeypatch.setattr(dispatch, "_NORM_CHUNK", chunk)
     key, n = np.arange(4, dtype=np.uint32), 3000 if chunk == 96 else 300_000
@@ -201,9 +199,7 @@ def in_other_memory(values: Tensor, first: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS[2:])
 @pytest.mark.parametrize("terms", [(1, 1), (1, 3), (17, 1), (2, 2)])
-def test_update_and_perturbation_at_once_are_two_sweeps_bit_for_bit(
-    kind: str, terms: tuple[int, int]
-):
+def test_update_and_perturbation_at_once_are_two_sweeps_bit_for_bit(kind, terms):
     """Sizes and offsets as above; members that begin and end within and across tiles."""
     starts = [0, 32, 320, 320 + 4096, 9024]
     parts = [(0, 0), (31, 64), (33, 4064), (4096, 1 << 33), (12_321, 96), (20_000, 4096 * 5)]
@@ -222,9 +218,7 @@ def test_update_and_perturbation_at_once_are_two_sweeps_bit_for_bit(
 
 
 @pytest.mark.parametrize("kind", KINDS[2:])
-def test_perturbing_at_once_within_a_row_and_without_numba_takes_two_sweeps(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_perturbing_at_once_within_a_row_and_without_numba_takes_two_sweeps(kind, monkeypatch):
     for offset in (0, 7, 4096 - 1):
         settled, update, new = both(kind, 5000, offset, (1, 2))
         rows = torch.cat([settled.new_zeros(offset % 32), settled])
@@ -242,7 +236,7 @@ def test_perturbing_at_once_within_a_row_and_without_numba_takes_two_sweeps(
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 32])
-def test_large_tensors_written_past_the_caches_have_the_same_bits(first: int, threads: Callable):
+def test_large_tensors_written_past_the_caches_have_the_same_bits(first, threads):
     """From the beginning of a cache line, and from elsewhere; the neighbours are left alone."""
     threads(2)
     n, offset = (1 << 17) + 4096 + 160, 96
@@ -262,7 +256,7 @@ def test_large_tensors_written_past_the_caches_have_the_same_bits(first: int, th
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_number_of_threads_does_not_matter(kind: str, threads: Callable[[int], None]):
+def test_number_of_threads_does_not_matter(kind, threads):
     """300 000 elements from the middle of a tile on, split in 1, 2 and 4."""
     n, offset = 300_000, 4096 * 5 + 96
     for members in (None, Members.at([0, 131_072 + 64, 131_072 + 128], n)):
@@ -378,7 +372,7 @@ def test_add_normals_is_the_documented_formula():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_add_rounded_is_the_documented_formula(dtype: torch.dtype):
+def test_add_rounded_is_the_documented_formula(dtype):
     """Products and sums rounded one by one: a fused multiply-add would differ somewhere."""
     made = case(f"{str(dtype)[6:]} normals", 4000, 4064, 2)
     keys, _, coefficients, dithers = made.rest
@@ -431,7 +425,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision_is_unbiased_over_all_dithers(dtype: torch.dtype):
+def test_half_precision_is_unbiased_over_all_dithers(dtype):
     """The mean over all dithers is the value to one dither's share; only its neighbours occur. Nearest
     rounding would be far off."""
     dithers = all_dithers(dtype)
@@ -449,7 +443,7 @@ def test_half_precision_is_unbiased_over_all_dithers(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_values_of_the_type_itself_never_move(dtype: torch.dtype):
+def test_values_of_the_type_itself_never_move(dtype):
     """All 65 536 bit patterns but infinities and NaN, under the smallest and largest dithers."""
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     finite = patterns[patterns.isfinite()]
@@ -479,7 +473,7 @@ def test_float16_saturates_instead_of_overflowing():
 
 
 @pytest.mark.parametrize("value", [0.3, -0.3, 17.0, -2.5, 1e-4, 8_000_000.5])
-def test_stochastic_rounding_to_integers_is_unbiased(value: float):
+def test_stochastic_rounding_to_integers_is_unbiased(value):
     """Over 2^16 equidistant dithers: the mean is the value to one dither's share."""
     value = float32(value)
     rounded = stochastically_rounded(torch.full((1 << 16,), value), all_dithers(torch.bfloat16))
@@ -491,7 +485,7 @@ def test_stochastic_rounding_to_integers_is_unbiased(value: float):
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian", "sphere"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_moves_are_those_of_one_thread(threads, kind: str, dtype: torch.dtype):
+def test_moves_are_those_of_one_thread(threads, kind, dtype):
     """Also where a move needs what threads compute: a sphere's norm."""
     generator = torch.Generator().manual_seed(3)
     made = [torch.randn(size, generator=generator) for size in [(1 << 17, 3), (300_001,), (40,)]]

@@ -77,7 +77,7 @@ def spacings(space: ParameterSpace) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_restore_is_bit_exact_after_many_cycles(distribution: str, dtype: torch.dtype):
+def test_restore_is_bit_exact_after_many_cycles(distribution, dtype):
     space = space_of(some_tensors(dtype), distribution=distribution)
     before = copies(space.tensors)
     for step in range(30):
@@ -91,7 +91,7 @@ def test_restore_is_bit_exact_after_many_cycles(distribution: str, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_restore_after_an_exception_in_the_body(distribution: str, dtype: torch.dtype):
+def test_restore_after_an_exception_in_the_body(distribution, dtype):
     space = space_of(some_tensors(dtype), distribution=distribution)
     before, (u, v) = copies(space.tensors), directions_of(0, 2)
     with pytest.raises(ZeroDivisionError), space.perturbed(u, 0.4 * SMOOTHING):
@@ -116,7 +116,7 @@ def test_perturbation_is_lambda_u_to_half_a_grid_step():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_any_fusion_and_order_gives_the_same_weights(distribution: str, dtype: torch.dtype):
+def test_any_fusion_and_order_gives_the_same_weights(distribution, dtype):
     """Updates from a settled start (a replay) and fused with three other positions are equal."""
     results = []
     for visit in range(4):
@@ -138,7 +138,7 @@ def test_any_fusion_and_order_gives_the_same_weights(distribution: str, dtype: t
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_update_is_the_float64_reference_within_a_grid_step(distribution: str):
+def test_update_is_the_float64_reference_within_a_grid_step(distribution):
     """K = 2; each term may round by one step, weight decay by one more."""
     space = space_of(some_tensors(), distribution=distribution)
     before, us, coefficients = flat(space), directions_of(0, 2), [7e-4, -1.3e-6]
@@ -178,7 +178,7 @@ def short_training(distribution: str, dense: bool = False) -> tuple[list[Tensor]
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_neither_chunks_nor_the_backend_matter(distribution: str, monkeypatch: pytest.MonkeyPatch):
+def test_neither_chunks_nor_the_backend_matter(distribution, monkeypatch):
     expected = short_training(distribution)
     monkeypatch.setattr(dispatch, "_cpu_kernels", lambda: None)
     for module, name in [(segments, "_SLICE"), (torch_reference, "_CHUNK")]:
@@ -189,9 +189,7 @@ def test_neither_chunks_nor_the_backend_matter(distribution: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_which_tensors_share_a_segment_does_not_matter(
-    distribution: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_which_tensors_share_a_segment_does_not_matter(distribution, monkeypatch):
     """All alone, some together, all of a kind together: the same bits, with dense steps too."""
     results = []
     for small, count in [(0, 10), (500, 8), (1 << 16, 4)]:
@@ -204,7 +202,7 @@ def test_which_tensors_share_a_segment_does_not_matter(
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_exact_at_the_very_edge_of_the_grid(distribution: str):
+def test_exact_at_the_very_edge_of_the_grid(distribution):
     """theta is led to the range's end by updates; positions replace each other there, exactly."""
     smoothing = 0.05
     space = space_of({"w": torch.full((64,), 0.2)}, distribution=distribution, smoothing=smoothing)
@@ -226,7 +224,7 @@ def test_exact_at_the_very_edge_of_the_grid(distribution: str):
 
 
 @pytest.mark.parametrize("coefficient", [17.5, 0.5])
-def test_the_bound_holds_though_updates_round_up(coefficient: float):
+def test_the_bound_holds_though_updates_round_up(coefficient):
     """Every update pushes the one coordinate up; rounding adds up to a step each time."""
     space = space_of({"w": torch.tensor([1.0])})
     spacing = float(spacings(space)[0])
@@ -238,7 +236,7 @@ def test_the_bound_holds_though_updates_round_up(coefficient: float):
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_growth_regrids_at_the_same_step_under_replay(distribution: str):
+def test_growth_regrids_at_the_same_step_under_replay(distribution):
     """Updates of 0.3 carry zeros far past the first grid; visits in between change nothing."""
     trained = space_of({"b": torch.zeros(50), "w": torch.ones(9)}, distribution=distribution)
     replayed = space_of({"b": torch.zeros(50), "w": torch.ones(9)}, distribution=distribution)
@@ -259,7 +257,7 @@ def test_growth_regrids_at_the_same_step_under_replay(distribution: str):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e35])
 @pytest.mark.parametrize("where", ["coefficient", "decay"])
-def test_numbers_that_are_not_usable_are_refused_and_settled(bad: float, where: str):
+def test_numbers_that_are_not_usable_are_refused_and_settled(bad, where):
     space = space_of(some_tensors())
     before, us = copies(space.tensors), directions_of(0, 2)
     space.move_to_(((us[0], SMOOTHING),))
@@ -281,7 +279,7 @@ def test_directions_and_coefficients_must_pair_up():
 
 
 @pytest.mark.parametrize("scale", [1.01 * SMOOTHING, -2 * SMOOTHING, math.nan, math.inf])
-def test_positions_beyond_smoothing_are_refused(scale: float):
+def test_positions_beyond_smoothing_are_refused(scale):
     space = space_of(some_tensors())
     before, (u,) = copies(space.tensors), directions_of(0, 1)
     with pytest.raises(ValueError, match=r"larger than smoothing=0\.001"):
@@ -307,7 +305,7 @@ def drift_of(space: ParameterSpace, coefficient: float, steps: int) -> tuple[Ten
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_updates_far_below_the_grid_are_not_lost(distribution: str):
+def test_updates_far_below_the_grid_are_not_lost(distribution):
     """Updates of f = 0.1 grid steps: nearest rounding would do nothing at all in any of them.
 
     A coordinate's rounding error over T steps has variance below f T, so the slope of what was done
@@ -426,7 +424,7 @@ def operate(space: ParameterSpace, seed: int, step: int, defer: bool) -> tuple[s
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution: str):
+def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution):
     """15 random programs of 12 operations, all dtypes: the same wherever one may look."""
     seen, waited = set(), 0
     for seed in range(15):
@@ -517,7 +515,7 @@ def positions() -> list[Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_written_copies_are_what_a_move_puts_there(distribution: str, dtype: torch.dtype):
+def test_written_copies_are_what_a_move_puts_there(distribution, dtype):
     """Whole tensors and rows (in any order, repeated); theta stays as it is."""
     space = space_of(written_tensors(dtype), distribution=distribution)
     before = copies(space.tensors)
@@ -618,7 +616,7 @@ def give_new_storage(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 @pytest.mark.parametrize("defer", [False, True])
-def test_new_storage_is_followed_by_every_operation(distribution: str, defer: bool):
+def test_new_storage_is_followed_by_every_operation(distribution, defer):
     """What touches parameters is done to those the model has when `check_is_of` looks, once a step."""
 
     def operations(space: ParameterSpace, between) -> list[Tensor]:
@@ -700,7 +698,7 @@ def test_non_contiguous_parameters_are_made_contiguous_in_place():
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.complex64])
-def test_unsupported_dtypes_are_named(dtype: torch.dtype):
+def test_unsupported_dtypes_are_named(dtype):
     with pytest.raises(ValueError, match=rf"w (has dtype|is quantised) .?{re.escape(str(dtype))}"):
         ParameterSpace([("w", torch.zeros(3, dtype=dtype))])
 
@@ -719,7 +717,7 @@ def test_meta_nan_and_nothing_trainable_are_refused():
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_state_survives_json_and_continues_bit_for_bit(distribution: str):
+def test_state_survives_json_and_continues_bit_for_bit(distribution):
     straight = space_of(some_tensors(), distribution=distribution)
     for step in range(5):
         straight.step_(directions_of(step, 2), [0.05, 0.02])
@@ -796,7 +794,7 @@ def forget_peak() -> None:
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux /proc")
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
-def test_no_copy_of_the_model_is_made(distribution: str):
+def test_no_copy_of_the_model_is_made(distribution):
     """64 MiB of weights: snapping, perturbing and updating may not take 24 MiB more; a copy would."""
     short_training(distribution)  # so that compiling is not counted
     weights = torch.full((1 << 24,), 0.5)

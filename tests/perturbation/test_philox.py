@@ -49,7 +49,7 @@ def hexadecimal(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
-def test_published_known_answers(counter: str, key: str, words: str):
+def test_published_known_answers(counter, key, words):
     """Of the plain-integer reference, and of the package's function."""
     c, k = hexadecimal(counter), hexadecimal(key)
     assert philox4x32(c, k) == hexadecimal(words)

@@ -177,7 +177,7 @@ class Recorder:
         return launch
 
 
-def test_what_is_launched(device, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_launched(device, monkeypatch):
     """A program for each tile; no table for one term of one tensor; one launch for all pieces; never
     contraction."""
     recorder, one = Recorder(), np.ones((1, 1), np.float32)
@@ -218,7 +218,7 @@ def test_what_is_launched(device, monkeypatch: pytest.MonkeyPatch):
             triton_launch.add_signs(out, source, offset, keys, one)
 
 
-def test_where_the_kernel_runs(monkeypatch: pytest.MonkeyPatch):
+def test_where_the_kernel_runs(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert not dispatch.triton_runs_on("cpu")
     assert dispatch.triton_runs_on("cuda") <= torch.cuda.is_available()

@@ -43,7 +43,7 @@ def after(new: PrivacyPlan, *earlier: tuple[PrivacyPlan, int]) -> PrivacyPlan:
 
 
 @pytest.mark.parametrize("sampler", ["poisson", "full"])
-def test_two_halves_cost_what_one_run_costs(sampler: str) -> None:
+def test_two_halves_cost_what_one_run_costs(sampler):
     half, whole = plan(sampler, 25), plan(sampler, 50)
     for done in (25, 10):
         together = after(half, (half, done))
@@ -52,7 +52,7 @@ def test_two_halves_cost_what_one_run_costs(sampler: str) -> None:
     assert after(half, (half, 25)).epsilon(DELTA, at=25) == whole.epsilon(DELTA)
 
 
-def test_nearly_equal_steps_cost_nearly_what_one_run_costs() -> None:
+def test_nearly_equal_steps_cost_nearly_what_one_run_costs():
     """The same multiplier but for 1e-9: two different events, composed on one grid."""
     for sampler, tolerance in (("poisson", 1e-3), ("full", 1e-6), ("fixed", 1e-6)):
         first, second = plan(sampler, 30), plan(sampler, 20, sigma=2.0 * (1 + 1e-9))
@@ -60,7 +60,7 @@ def test_nearly_equal_steps_cost_nearly_what_one_run_costs() -> None:
         assert after(second, (first, 30)).epsilon(DELTA) == pytest.approx(one, rel=tolerance)
 
 
-def test_full_batches_of_any_noise_are_one_gaussian() -> None:
+def test_full_batches_of_any_noise_are_one_gaussian():
     first, second = plan("full", 9, sigma=6.0), plan("full", 16, sigma=10.0)
     epsilon = after(second, (first, 9)).epsilon(DELTA)
     mu = math.sqrt(9 / 36 + 16 / 100)
@@ -69,7 +69,7 @@ def test_full_batches_of_any_noise_are_one_gaussian() -> None:
     assert delta == pytest.approx(DELTA, rel=1e-6)
 
 
-def test_a_sampled_run_after_a_full_batch_is_composed_by_pld() -> None:
+def test_a_sampled_run_after_a_full_batch_is_composed_by_pld():
     """Within what an accountant of Renyi divergences says, and above either alone."""
     first, second = plan("full", 4, sigma=8.0), plan("poisson", 100, sigma=1.5)
     both = after(second, (first, 4))
@@ -83,7 +83,7 @@ def test_a_sampled_run_after_a_full_batch_is_composed_by_pld() -> None:
     assert epsilon < first.epsilon(DELTA / 2) + second.epsilon(DELTA / 2)
 
 
-def test_a_tiny_sampling_rate_beside_wide_losses_stays_tight() -> None:
+def test_a_tiny_sampling_rate_beside_wide_losses_stays_tight():
     """One grid for both: what a full batch of little noise needs may not swamp small losses."""
     first, second = plan("full", 1, sigma=1.0), plan("poisson", 200, sigma=4.0)
     both = after(second, (first, 1)).epsilon(DELTA)
@@ -101,13 +101,13 @@ def _root(f: Any) -> float:
     return high
 
 
-def test_laplace_runs_add_their_pure_epsilons() -> None:
+def test_laplace_runs_add_their_pure_epsilons():
     first, second = (plan("full", 3, sigma=b, distribution="laplace") for b in (10.0, 20.0))
     assert after(second, (first, 3)).epsilon(0.0) == pytest.approx(3 / 10 + 3 / 20)
     assert after(second, (first, 3)).epsilon(1e-3) < 0.45
 
 
-def test_epsilon_grows_with_every_step_from_what_was_spent_before() -> None:
+def test_epsilon_grows_with_every_step_from_what_was_spent_before():
     first, second = plan(steps=40), plan(steps=30, sigma=1.5)
     both = after(second, (first, 40))
     spent = [both.epsilon(DELTA, at=step) for step in (0, 1, 10, 30)]
@@ -116,7 +116,7 @@ def test_epsilon_grows_with_every_step_from_what_was_spent_before() -> None:
 
 
 @pytest.mark.parametrize("sampler", ["poisson", "full"])
-def test_noise_is_calibrated_for_the_total(sampler: str) -> None:
+def test_noise_is_calibrated_for_the_total(sampler):
     first = plan(sampler, 40, sigma=6.0)
     spent = first.epsilon(DELTA)
     second = after(plan(sampler, 30, sigma=0.0), (first, 40))
@@ -132,7 +132,7 @@ def test_noise_is_calibrated_for_the_total(sampler: str) -> None:
         second.calibrate(epsilon=0.9 * spent, delta=DELTA)
 
 
-def test_a_chain_is_read_back_as_it_was() -> None:
+def test_a_chain_is_read_back_as_it_was():
     chain = after(plan(steps=5, sigma=3.0), (plan(steps=9), 7), (plan(steps=4, sigma=4.0), 4))
     assert PrivacyPlan.from_dict(chain.to_dict()) == chain
     assert "after" not in plan().to_dict()
@@ -142,7 +142,7 @@ def test_a_chain_is_read_back_as_it_was() -> None:
     assert isinstance(chain.event(), dp.ComposedDpEvent) and len(chain.event().events) == 3
 
 
-def test_dense_releases_share_one_slack() -> None:
+def test_dense_releases_share_one_slack():
     mechanism = DPSGD(clip=1.0, noise_multiplier=2.0, expected_batch_size=64.0, dimension=10**8)
     first = PrivacyPlan(sampler=SAMPLERS["poisson"], mechanism=mechanism, steps=50)
     second = plan(steps=50, sigma=3.0)
@@ -150,7 +150,7 @@ def test_dense_releases_share_one_slack() -> None:
     assert plain < after(second, (first, 50)).epsilon(DELTA) < plain * 1.01
 
 
-def test_truncation_that_never_happens_costs_what_poisson_sampling_does() -> None:
+def test_truncation_that_never_happens_costs_what_poisson_sampling_does():
     first, new = plan("full", 2, sigma=9.0), plan("poisson", 60, sigma=1.7)
     capped = Truncated(num_examples=1024, expected_batch_size=64.0, max_batch_size=200)
     plain = after(new, (first, 2)).epsilon(DELTA)

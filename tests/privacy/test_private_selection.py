@@ -150,7 +150,7 @@ def test_selection_costs_more_than_a_run_and_less_than_composing():
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
-def test_full_batch_replace_one_is_twice_the_sensitivity(distribution: str):
+def test_full_batch_replace_one_is_twice_the_sensitivity(distribution):
     """Sigma under add-or-remove is 2 sigma under replace-one."""
     trials = TrialCount(mean=3.0)
     one = full_batch_plan(distribution=distribution, relation="replace_one", sigma=100.0)
