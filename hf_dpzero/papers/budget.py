@@ -194,7 +194,7 @@ def momentum_influence(steps: int, gamma: float, beta: float) -> Floats:
     gamma^(T+t), then gamma^(That-1) c2 gamma^(T-t), but its last line counts gamma^(That) once too
     often: with the printed c2 the "bound" lies below q right after the turn, by gamma^That, and its
     schedule is worse than uniform noise. What is returned here is best under Theorem 4.6; as that adds
-    up variances of steps that share noise, `quadratics.quadratic_influence` is nearer to the truth.
+    up variances of steps that share noise, `schedules.quadratic_influence` is nearer to the truth.
 
     Args:
       steps: T >= 1.

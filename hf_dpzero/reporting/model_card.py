@@ -212,7 +212,7 @@ def plot_run(
       log_history: the trainer's; entries without `step`, absent metrics and values that are not
         finite are left out.
       output_dir: folder for `training_curve.png`.
-      schedules: values of each step, from step 1, by name (`privacy.schedule_gain.schedule_curves`).
+      schedules: values of each step, from step 1, by name (`privacy.words.schedule_curves`).
 
     Returns:
       The file, or None if there is nothing to draw.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import mpmath
 import numpy as np
@@ -24,7 +23,6 @@ from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 NOISE = InsecureSeededNoise(0)
 ROW = 2**38 // 257
 """What a row adds at most, in units of 2^-30 C: 2^30 / (1 + 2^-8)."""
-CLIPS = [0.1, 7.3, 1e9]
 
 
 def scalar(
@@ -32,52 +30,6 @@ def scalar(
 ) -> ScalarMechanism:
     more = {"noise_multiplier": 1.0, "expected_batch_size": 8, **more}
     return ScalarMechanism(clip=clip, num_directions=k, distribution=distribution, **more)
-
-
-def adversarial_rows(k: int, radius: float, distribution: str) -> np.ndarray:
-    """Rows of every size from 1e-300 to 1e300, on the axes, and within rounding of the bound."""
-    rng = np.random.default_rng(k)
-    directions = rng.standard_normal((400, k)) * 10.0 ** rng.uniform(-3, 3, (400, k))
-    order = 2 if distribution == "gaussian" else 1
-    unit = directions / np.linalg.norm(directions, ord=order, axis=1, keepdims=True)
-    ulps = 1 + np.arange(-8, 9) * np.finfo(float).eps
-    at_bound = np.concatenate([unit[:40] * radius * u for u in ulps])
-    ones = np.ones((1, k)) * radius * np.array([[1.0], [k**-0.5], [1 / k]])
-    sizes = np.array([1e-300, 1e-30, 0.5, 1.0, 2.0, 1e30, 1e300])
-    sized = (unit[:50, None, :] * sizes[None, :, None]).reshape(-1, k)
-    axes = np.concatenate([np.eye(k) * s * radius for s in (1.0, -1.0, 3.0, -1e9)])
-    invisible = axes + radius * 2.0**-30 * rng.integers(-3, 4, axes.shape)
-    return np.concatenate([directions, at_bound, ones, sized, axes, invisible])
-
-
-def norm_power(integers: list[int], distribution: str) -> tuple[int, int]:
-    """(norm^p, radius^p) in exact integers: p = 2 for Gaussian noise, 1 for Laplace."""
-    if distribution == "gaussian":
-        return sum(v * v for v in integers), ROW**2
-    return sum(map(abs, integers)), ROW
-
-
-@pytest.mark.parametrize("distribution", ["gaussian", "laplace"])
-@pytest.mark.parametrize("k", [1, 4, 16])
-@pytest.mark.parametrize("clip", CLIPS)
-def test_one_row_never_exceeds_the_radius_and_attains_it(k, clip, distribution):
-    """Add or remove: the total moves by exactly the row's own integer vector. More: test_radius."""
-    mechanism = scalar(k, clip, distribution)
-    rows = torch.from_numpy(adversarial_rows(k, mechanism.radius, distribution))
-    others = mechanism.clip_sum(rows)
-    worst = 0
-    for row in rows:
-        alone = mechanism.clip_sum(row[None])
-        value, bound = norm_power(alone, distribution)
-        assert value <= bound
-        worst = max(worst, value)
-    assert worst == bound
-    with_one_more = mechanism.clip_sum(torch.cat([rows, rows[:1]]))
-    moved = [a - b for a, b in zip(with_one_more, others, strict=True)]
-    assert moved == mechanism.clip_sum(rows[:1])
-    assert Fraction(mechanism.granularity) * GRID_RADIUS == Fraction(
-        mechanism.sensitivity("add_or_remove_one")
-    )
 
 
 @pytest.mark.parametrize(("size", "small"), [(1.0, 1), (1e9, 8)])
@@ -196,43 +148,10 @@ def test_vector_mechanism_clips_along_the_direction():
             assert abs(s) * norm >= 6.0 * (1 - 2.0**-29)
 
 
-def directions(k: int, kind: str) -> np.ndarray:
-    """[K, 6] rows: independent signs, or directions that almost coincide."""
-    rng = np.random.default_rng(k)
-    if kind == "signs":
-        return rng.choice([-1.0, 1.0], size=(k, 6))
-    scale = {"close": 1e-3, "nearly equal": 1e-9, "equal": 0.0}[kind]
-    return np.ones((k, 6)) + scale * rng.standard_normal((k, 6))
-
-
-def squared_norm(coefficients: tuple[float, ...], u: np.ndarray) -> Fraction:
-    """||sum_k c_k u_k||^2 in exact arithmetic."""
-    coordinates = [
-        sum(Fraction(c) * Fraction(v) for c, v in zip(coefficients, column, strict=True))
-        for column in u.T.tolist()
-    ]
-    return sum((v * v for v in coordinates), Fraction(0))
-
-
-@pytest.mark.parametrize("kind", ["signs", "close", "nearly equal", "equal"])
-@pytest.mark.parametrize("k", [2, 5])
-def test_one_vector_never_exceeds_the_radius_in_exact_arithmetic(k, kind):
-    u = directions(k, kind)
-    mechanism, gram = vector(k, 0.7), u @ u.T
-    cancelling = np.zeros((4, k))
-    cancelling[:, 0], cancelling[:, 1] = [1, 1e5, 1e12, 1e30], [-1, -1e5, -1e12, -1e30]
-    rows = np.concatenate([adversarial_rows(k, mechanism.radius, "gaussian")[::17], cancelling])
-    bound, worst = Fraction(0.7) / (1 + Fraction(1, 256)), Fraction(0)
-    for row in torch.from_numpy(rows):
-        squared = squared_norm(mechanism.clip_sum(row[None], gram), u)
-        assert squared <= bound**2
-        worst = max(worst, squared)
-    assert worst >= (bound * Fraction(1 - 2.0**-19)) ** 2
-
-
 def test_several_directions_clip_the_vector_that_they_span():
     """Against d-vectors made in full: scaled to norm r = 2 as wholes, then added."""
-    u, mechanism = directions(3, "signs"), vector(3, 2.0 * 257 / 256)
+    u = np.random.default_rng(3).choice([-1.0, 1.0], size=(3, 6))
+    mechanism = vector(3, 2.0 * 257 / 256)
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     vectors = x.numpy() @ u
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)

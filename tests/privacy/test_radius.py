@@ -9,10 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hypothesis_numpy
 
 from hf_dpzero.privacy.group_losses import PerStepGroups, PrefixSumGroups, VertexGroups
 from hf_dpzero.privacy.group_losses import base as group_losses
@@ -185,6 +189,75 @@ def test_the_radius_in_integers_is_never_rounded_up():
         (most,) = mechanism.clip_sum(torch.tensor([[1e300]], dtype=torch.float64))
         assert most == 2**38 // 257
         assert most * 257 <= 2**30 * 256
+
+
+# ---------------------------------------------------------------- whatever the numbers are
+
+ROW, COUNTED = 2**38 // 257, 2**36 // 65
+"""What a row adds to a sum at most, in units of 2^-30 C, and to the count, in units of 2^-31."""
+
+NOISY = np.random.default_rng(3).standard_normal((3, 6))
+DIRECTIONS = {"signs": np.sign(NOISY), "close": 1 + 1e-3 * NOISY, "nearly equal": 1 + 1e-9 * NOISY,
+              "equal": 1 + 0 * NOISY}  # fmt: skip
+EXACT = [m for m in MECHANISMS if hasattr(m, "granularity")]
+EXACT += [ScalarMechanism(clip=0.1, num_directions=16, **COMMON)]
+VECTORS = [m for m in MECHANISMS if isinstance(m, VectorMechanism)]
+CASES = [*((m, "") for m in EXACT), *itertools.product(VECTORS, DIRECTIONS)]
+
+
+def at_the_bound(mechanism, u: np.ndarray | None, seed: int) -> np.ndarray:
+    """Rows of norm r to a few units in the last place: entries of many sizes, and axes to 2^-30."""
+    rng, k = np.random.default_rng(seed), width(mechanism)
+    rows = rng.standard_normal((30, k)) * 10.0 ** rng.uniform(-3, 3, (30, k))
+    rows[20:] = np.eye(k)[rng.integers(k, size=10)] + 2.0**-30 * rng.integers(-3, 4, (10, k))
+    vectors = rows if u is None else rows @ u[:k]
+    order = 1 if mechanism.distribution == "laplace" else 2
+    norms = np.linalg.norm(vectors, order, axis=1, keepdims=True)
+    return rows / norms * mechanism.radius * (1 + rng.integers(-8, 9, (30, 1)) * 2.0**-52)
+
+
+def size_of(mechanism, u: np.ndarray | None, moved: list[float]) -> Fraction:
+    """The squared norm over C^2 of what coefficients or integers stand for; of Laplace the L1 norm."""
+    if u is not None:
+        columns = u[: len(moved)].T.tolist()
+        along = (
+            sum(Fraction(c) * Fraction(v) for c, v in zip(moved, column, strict=True))
+            for column in columns
+        )
+        return sum(v**2 for v in along) / Fraction(mechanism.clip) ** 2
+    own = [Fraction(int(n), 2**30) for n in moved]
+    return sum(map(abs, own)) if mechanism.distribution == "laplace" else sum(n**2 for n in own)
+
+
+@pytest.mark.parametrize(("mechanism", "kind"), CASES, ids=lambda c: getattr(c, "name", c))
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_no_row_moves_an_exact_sum_by_more_than_a_row_may(mechanism, kind, data):
+    """In rational numbers, for any float64; the rest of the sensitivity is a displaced row's."""
+    k, u = width(mechanism), DIRECTIONS[kind] if kind else None
+    averaged = isinstance(mechanism, AveragedScalarMechanism)
+    gram = {} if u is None else {"gram": u[:k] @ u[:k].T}
+    any_numbers = data.draw(hypothesis_numpy.arrays(float, (4, k), elements=st.floats()))
+    bound = at_the_bound(mechanism, u, data.draw(st.integers(0, 2**32)))
+    groups = data.draw(st.lists(st.integers(0, 2), min_size=34, max_size=34))
+    rows = torch.from_numpy(np.concatenate([any_numbers, bound]))
+
+    def sums(chosen: list[int]) -> list[float]:
+        more = {"groups": [groups[i] for i in chosen]} if averaged else gram
+        return list(mechanism.clip_sum(rows[chosen], **more))
+
+    everybody, most = list(range(34)), mechanism.sensitivity_add_remove * Fraction(256, 257)
+    whole = sums(everybody)
+    for i in everybody:
+        rest = sums([j for j in everybody if j != i])
+        moved = [a - b for a, b in zip(whole, rest, strict=True)]
+        exact = (
+            sums([i]) if u is not None else moved
+        )  # float sums are exact, differences may not be
+        assert averaged or sums([i]) == moved
+        power = 1 if mechanism.distribution == "laplace" else 2
+        assert size_of(mechanism, u, exact[:k]) <= most**power
+        assert all(abs(count) <= COUNTED for count in moved[k:])
 
 
 # ---------------------------------------------------------------- adaptive clipping's count
