@@ -65,14 +65,14 @@ def test_draws_are_geometric():
     counts = Counter(min(TrialCount(mean=mean).draw(), 9) for _ in range(n))
     assert TrialCount(mean=1.0).draw() == 1
 
-    def p(mean: float) -> float:
+    def chance(mean: float) -> float:
         expected = [n / mean * (1 - 1 / mean) ** k for k in range(8)]
         expected.append(n - sum(expected))
         assert min(expected) > 30  # the law of chi-square holds
         return float(stats.chisquare([counts[k] for k in range(1, 10)], expected).pvalue)
 
-    assert p(mean) > 1e-7
-    assert max(p(mean * 2 / 3), p(mean * 3 / 2)) < 1e-20
+    assert chance(mean) > 1e-7
+    assert max(chance(mean * 2 / 3), chance(mean * 3 / 2)) < 1e-20
 
 
 @pytest.mark.false_alarm(1e-12)  # shares of at most 0.001
