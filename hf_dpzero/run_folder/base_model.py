@@ -252,9 +252,10 @@ def _token_embeddings(model: Any) -> set[int]:
 
 def _as_saved(parameter: Tensor, tensor: Tensor) -> bool:
     """Whether the rows that both have are equal."""
-    rows = min(len(parameter), len(tensor)) if parameter.dim() else None
-    saved, own = (t[:rows] if rows is not None else t for t in (tensor, whole(parameter).detach()))
-    return torch.equal(saved.to(parameter.dtype), own.cpu())
+    own = whole(parameter).detach().cpu()
+    if own.dim():
+        own, tensor = own[: len(tensor)], tensor[: len(own)]
+    return torch.equal(tensor.to(own.dtype), own)
 
 
 @contextlib.contextmanager
@@ -270,16 +271,12 @@ def _folders_of(name: str) -> list[Path]:
     """Where a name leads to without the network: a folder, or every revision in the Hub's cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils import validate_repo_id
 
     folder = Path(resolve_path(name))
     if folder.is_dir():
         return [folder.resolve()]
-    with contextlib.suppress(ValueError):
-        validate_repo_id(name)
-        cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
-        return list(cached.glob("snapshots/*"))
-    return []
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+    return list(cached.glob("snapshots/*"))
 
 
 def _candidates(name: str, sources: list[Mapping[str, Any]]) -> Iterator[Tensor]:
@@ -403,23 +400,18 @@ def _description(model: Any) -> dict[str, Any] | None:
     return {"class": kind, "config": config, "adapter": adapter}
 
 
-# left out of what a run ships
-_LOCAL = (
-    "_name_or_path",
-    "base_model_name_or_path",
-    "id2label",
-    "label2id",
-    "num_labels",
-)
+# Paths name the user's machine, and labels may name what is in private rows.
+_LOCAL = ("_name_or_path", "base_model_name_or_path", "id2label", "label2id", "num_labels")
 
 
 def _public(value: Any) -> Any:
     """JSON-safe, and without paths and names of labels."""
     if isinstance(value, Mapping):
-        # Paths name the user's machine, and labels may name what is in private rows.
         return {key: _public(item) for key, item in value.items() if key not in _LOCAL}
-    if isinstance(value, Sequence | set) and not isinstance(value, str):
-        return [_public(item) for item in (sorted(value) if isinstance(value, set) else value)]
+    if isinstance(value, set):
+        value = sorted(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_public(item) for item in value]
     return getattr(value, "value", value)
 
 

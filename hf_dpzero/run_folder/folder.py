@@ -30,7 +30,6 @@ from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE, RECIPE_FIL
 from hf_dpzero.reporting.model_card import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, versions
 from hf_dpzero.reporting.provenance import check_extended, header_entries, worst_tuning
-from hf_dpzero.reporting.wording import NOT_COMPARED
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import (
     Comparison,
@@ -158,8 +157,8 @@ def start_or_resume(
 def _start(run: Run, header: dict[str, Any]) -> RunState:
     """Writes a new ledger: on disk on rank 0, in memory on the others."""
     header["base_weights"], compared = _checked_start(run)
-    digest = digest_model(run.model)
     header |= {
+        "base_model_digest": digest_model(run.model),
         "frozen_digest": digest_frozen(run.model),
         "earlier_runs": run.earlier_runs,
         "forward_passes": forward_passes(run.shapes),
@@ -171,12 +170,12 @@ def _start(run: Run, header: dict[str, Any]) -> RunState:
         refuse_lost_releases(folder, None)
         collectives.on_main(lambda: _set_aside(folder), lambda: None)
     # Directions are public, but two runs must not share them: each draws its own key.
-    key = collectives.shared(header.get("direction_key") or f"{new_key():032x}")
-    header = {**header, "base_model_digest": digest, "direction_key": key}
+    header.setdefault("direction_key", f"{new_key():032x}")
+    header["direction_key"] = collectives.shared(header["direction_key"])
     ledger = collectives.on_main(
         lambda: Trajectory.create(path, header), lambda: Trajectory(header)
     )
-    _keep_initial_values(run, compared, digest)
+    _keep_initial_values(run, compared, header["base_model_digest"])
     return RunState(ledger, None, state_digest(run.model))
 
 
@@ -298,32 +297,23 @@ def discard_unused(trajectory: Trajectory) -> None:
 
 def report_of(run: Run) -> PrivacyReport:
     """Returns the privacy that a run has spent, in numbers and words; what it began with counts."""
-    told: dict[str, Any] = {
-        "target_epsilon": run.args.target_epsilon,
-        "direction": run.args.direction_settings()["direction"],
-        "log_private_diagnostics": run.args.testing.log_private_diagnostics,
-        "sampler_key_is_secret": run.args.testing.sampler_key is None,
-        "privacy_unit": run.args.privacy_unit,
-        "tuning": worst_tuning(run.args.tuning, run.extended),
-        "earlier_runs": run.earlier_runs,
-        **(run.ledger.header if run.ledger else {}),
-    }
+    begun = run.ledger.header if run.ledger else ledger_header(run)
+    told = {"earlier_runs": run.earlier_runs, **begun}
     return PrivacyReport.from_run(
         run.plan,
         delta=run.delta,
-        target_epsilon=told["target_epsilon"],
         steps_completed=run.ledger.next_step if run.ledger else 0,
         noise=run.noise,
-        direction=told["direction"],
-        log_private_diagnostics=told["log_private_diagnostics"],
-        sampler_key_is_secret=told["sampler_key_is_secret"],
-        privacy_unit=told["privacy_unit"],
-        earlier_runs=told["earlier_runs"],
-        base_weights=told.get("base_weights", NOT_COMPARED),
-        forward_passes=told.get("forward_passes", ""),
-        processes=told.get("processes", ""),
         extends=run.extended,
+        **{name: told[name] for name in _REPORTED if name in told},
     ).with_tuning(told["tuning"], run.plan)
+
+
+_REPORTED = (
+    "target_epsilon", "direction", "log_private_diagnostics", "sampler_key_is_secret", "privacy_unit",
+    "earlier_runs", "base_weights", "forward_passes", "processes",
+)  # fmt: skip
+"""Entries of a ledger's header that the report repeats."""
 
 
 def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
