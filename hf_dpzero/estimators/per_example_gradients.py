@@ -207,7 +207,12 @@ class PerExampleGradients:
             _refuse_coarse(f"a {record.coarse} computes in half precision")
         with torch.no_grad():
             norms, scales = record.measure()
-            rounding = float((norms + 1e-3 * scales).norm()) * (5e-2 if record.coarse else 1e-3)
+            sizes = norms + 1e-3 * scales
+            # Gradients that all point one way add up their rounding: B numbers, in whatever order, to
+            # within B u sum_i |g_i|. Both sums round, and those of half precision are float32's inside.
+            lost = 2**-8 if record.coarse else record.size * 2**-23
+            rounding = float(sizes.norm()) * (5e-2 if record.coarse else 1e-3)
+            rounding += float(sizes.sum()) * lost
             for name, p, gradient in zip(self.names, self.parameters, plain, strict=True):
                 if gradient is None:
                     continue  # not part of this loss

@@ -12,6 +12,8 @@ from tiny_runs import build, tiny_model
 from transformers import BertForSequenceClassification
 
 from hf_dpzero.cli import main
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, earlier_runs, trained_as
@@ -81,19 +83,24 @@ def test_a_checkpoint_that_lost_its_report_is_recognised(first: Path, tmp_path: 
     assert entry["private"] and entry["statement"] == PrivacyReport.load(first).statement
 
 
-@pytest.mark.parametrize("upto", [[], ["--upto", "1"]])
-def test_rebuilt_weights_bring_report_and_trajectory(
-    first: Path, tmp_path: Path, upto: list[str]
-) -> None:
+def test_rebuilt_weights_bring_report_and_trajectory(first: Path, tmp_path: Path) -> None:
     words = ["replay", "--base", str(first.parent / "base"), "--output_dir", str(tmp_path / "new")]
-    assert main.main([*words, "--trajectory", str(first / "trajectory.safetensors"), *upto]) == 0
+    assert main.main([*words, "--trajectory", str(first / "trajectory.safetensors")]) == 0
+    statement = PrivacyReport.load(first).statement
     (entry,) = runs_of_base(tmp_path, tmp_path / "new")
-    said = trained_as(Origin.of(str(tmp_path / "new"), None)) or ""
-    if upto:  # the report is of the whole run's weights
-        assert not entry["private"] and said.startswith("NOT KNOWN")
-        with pytest.raises(ValueError, match="not those that"):
-            build_hub_folder(tmp_path / "new", tmp_path / "hub2")
-    else:
-        statement = PrivacyReport.load(first).statement
-        assert entry == {"folder": "new", "private": True, "statement": statement}
-        assert said.startswith(statement)
+    assert entry == {"folder": "new", "private": True, "statement": statement}
+    assert (trained_as(Origin.of(str(tmp_path / "new"), None)) or "").startswith(statement)
+
+
+def test_a_part_of_a_run_under_the_report_of_the_whole_is_not_published(
+    first: Path, tmp_path: Path
+) -> None:
+    model = BertForSequenceClassification.from_pretrained(first.parent / "base")
+    replay(model, Trajectory.load(first / "trajectory.safetensors"), upto=1)
+    part = Path(shutil.copytree(first, tmp_path / "part"))
+    model.save_pretrained(part)
+    (entry,) = runs_of_base(tmp_path, part)
+    assert not entry["private"]
+    assert (trained_as(Origin.of(str(part), None)) or "").startswith("NOT KNOWN")
+    with pytest.raises(ValueError, match="not those that"):
+        build_hub_folder(part, tmp_path / "hub2")

@@ -400,6 +400,13 @@ def test_weights_used_in_other_ways_are_refused(kind, how, message):
     clipped_sum(kind(Toy("plain"), toy_objective), TOY_BATCH, 1.0)
 
 
+def test_equal_examples_add_up_their_rounding_unrefused(kind):
+    equal = {"x": torch.linspace(1, 3, 3).expand(4096, 3)}
+    clipped_sum(kind(Toy("plain"), toy_objective), equal, 1.0)
+    with pytest.raises(ValueError, match="do not add up"):
+        clipped_sum(kind(Toy("both"), toy_objective), equal, 1.0)
+
+
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
