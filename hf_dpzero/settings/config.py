@@ -17,17 +17,10 @@ from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.settings import hf_arguments
 from hf_dpzero.settings.defaults import fill_in
 from hf_dpzero.settings.fields import CLIPPINGS, OwnFields
-from hf_dpzero.settings.nested import (
-    FIRST_ORDER,
-    NESTED,
-    NOT_PRIVATE,
-    SGD,
-)
+from hf_dpzero.settings.nested import FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
 from hf_dpzero.settings.plan_of import groups_of, plan_of, sampler_of
 from hf_dpzero.settings.schedules import factors_of
-from hf_dpzero.settings.setting import (
-    check_settings,
-)
+from hf_dpzero.settings.setting import check_settings
 
 logger = logging.get_logger(__name__)
 
@@ -124,8 +117,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             raise ValueError(
                 f"target_epsilon={self.target_epsilon} and noise_multiplier={self.noise_multiplier}: "
                 "give exactly one of them (or method='mezo', 'sgd' or 'adamw' for a run that "
-                "is not ",
-                "private).",
+                "is not private)."
             )
         if self.sampling == "truncated_poisson" and self.max_batch_size is None:
             raise ValueError("sampling='truncated_poisson' needs max_batch_size, e.g. 2 B.")
@@ -144,9 +136,9 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             raise ValueError(
                 f"correlated_noise.kind={kind!r} with method='dpzero' and a fresh direction in each "
                 "step does harm: the noise of a step lies along its own direction, nearly "
-                "orthogonal ",
-                "to those of other steps, so nothing cancels and the noise is only larger. Set "
-                "correlated_noise.hold_direction_for, e.g. to 64, or leave correlated_noise out.",
+                "orthogonal to those of other steps, so nothing cancels and the noise is only "
+                "larger. Set correlated_noise.hold_direction_for, e.g. to 64, or leave "
+                "correlated_noise out."
             )
         if self.sampling != "fixed_batches":
             raise ValueError(
@@ -181,8 +173,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} is more than the run's {steps} steps, so "
                 "learning_rate would never be reached: lower it, or give a share of the "
-                "steps, e.g. ",
-                "0.1.",
+                "steps, e.g. 0.1."
             )
 
     def _check_clipping(self) -> None:

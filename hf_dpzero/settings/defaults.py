@@ -107,7 +107,10 @@ def evaluated_again(model: nn.Module, pattern: str | None) -> int:
     """
     named = list(model.named_parameters())
     trained = [i for i, (name, p) in enumerate(named) if is_trained(name, p, pattern)]
-    return sum(p.numel() for _, p in named[min(trained, default=0) :])
+    # PEFT lists a trained prompt or prefix last, and the whole body reads it.
+    prompted = any(named[i][0].startswith("prompt_encoder.") for i in trained)
+    first = 0 if prompted else min(trained, default=0)
+    return sum(p.numel() for _, p in named[first:])
 
 
 def steps_that_follow(chosen: Collection[str], clipping: str, steps: int) -> int:

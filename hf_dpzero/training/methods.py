@@ -266,23 +266,25 @@ class FirstOrderMethod:
         return {}
 
 
-def private_diagnostics(differences: Tensor, mechanism: Mechanism) -> dict[str, float]:
+def private_diagnostics(
+    differences: Tensor, mechanism: Mechanism, examples: int
+) -> dict[str, float]:
     """Un-noised statistics of a step, logged only on request (they break the guarantee).
 
     Args:
-      differences: finite differences or gradient norms [B, K].
+      differences: finite differences [B, K] or gradient norms [B, 1] (averaged clipping: one for
+        each group); [0, 1] of methods that take no norms.
       mechanism: its clip is compared, if it has one.
+      examples: B, of this process.
 
     Returns:
-      Batch size, share of clipped examples and median norm.
+      Batch size, and where there are norms their median and the share that is clipped.
     """
+    found = {"private_batch_size": float(examples)}
     if not len(differences):
-        return {"private_batch_size": 0.0}
+        return found
     norms = differences.norm(dim=1)
-    found = {
-        "private_batch_size": float(len(differences)),
-        "private_difference_norm": float(norms.median()),
-    }
+    found["private_difference_norm"] = float(norms.median())
     if not isinstance(mechanism, NotNoised):  # these do not clip
         found["private_clip_fraction"] = float((norms > mechanism.radius).double().mean())
     return found

@@ -422,7 +422,8 @@ class DPZeroMixin(PublishingTrainer):
             self._tainted = _WRITTEN
             raise
         if logged and statistics is not None:
-            self._diagnostics = private_diagnostics(statistics, self.plan.mechanism)
+            examples = sum(inputs["examples"])
+            self._diagnostics = private_diagnostics(statistics, self.plan.mechanism, examples)
         return torch.zeros((), device=self.args.device)
 
     def _get_learning_rate(self) -> float:

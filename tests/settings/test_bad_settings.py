@@ -99,6 +99,22 @@ def test_a_rate_of_zero_is_named(tmp_path, caplog, monkeypatch):
     assert "learning_rate=0: no step moves the weights" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"noise_multiplier": None}, r"give exactly one of them .* is not private\)\.$"),
+        (
+            {"correlated_noise": {"kind": "tree"}},
+            r"nearly orthogonal to those of other steps.*out\.$",
+        ),
+        ({"warmup_steps": 7}, r"never be reached: .* a share of the steps, e\.g\. 0\.1\.$"),
+    ],
+)
+def test_a_refusal_is_one_sentence_to_its_end(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
 # ---------------------------------------------------------------- what a trainer is given
 
 

@@ -7,10 +7,17 @@ import math
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, get_peft_model
 from tiny_runs import build, config, tiny_data, tiny_model
 
 from hf_dpzero import DPZeroConfig
-from hf_dpzero.settings.defaults import CLASSIC, NOISE_SHARE, evaluated_again, learning_rate
+from hf_dpzero.settings.defaults import (
+    CLASSIC,
+    NOISE_SHARE,
+    directions_for,
+    evaluated_again,
+    learning_rate,
+)
 
 GIVEN_NOTHING = {"learning_rate": None, "clip": None}
 
@@ -53,6 +60,9 @@ def test_directions_follow_from_what_each_of_them_runs(tmp_path):
     assert build(tmp_path, wide, **GIVEN_NOTHING).run.args.num_directions == 1
     head_alone = build(tmp_path, wide, trainable="classifier", **GIVEN_NOTHING)
     assert head_alone.run.args.num_directions == 32
+    prefix = PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+    # PEFT lists a prefix behind the body, which runs again for each direction all the same.
+    assert directions_for(config(tmp_path, **GIVEN_NOTHING), get_peft_model(wide, prefix)) == 1
 
 
 def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path):
