@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,8 +141,23 @@ def start_or_resume(
     """
     if not resumes:
         return _start(run, header)
-    ledger = _continued_ledger(str(run.args.output_dir), header, checkpoint)
+    folder = Path(str(run.args.output_dir))
+    path = folder / LEDGER_NAME
+    if not path.exists():
+        own = folder if checkpoint is None else Path(checkpoint).resolve().parent
+        advice = "put it back there, or start afresh in another output_dir."
+        if (own / LEDGER_NAME).exists():
+            advice = (
+                f"that of {checkpoint} is in {own}: set output_dir to that folder to go on with it."
+            )
+        raise LedgerError(
+            f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
+        )
+    ledger = collectives.on_main(
+        lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
+    )
     try:
+        refuse_lost_releases(folder, ledger)
         compare({"releases": ledger.digest()})
         check_resumed(run.plan, ledger)
         if checkpoint is not None:
@@ -218,32 +233,6 @@ def _set_aside(output_dir: Path) -> None:
             ", ".join(path.name for path in found),
             output_dir,
         )
-
-
-def _continued_ledger(
-    output_dir: str, header: Mapping[str, Any], checkpoint: str | None
-) -> Trajectory:
-    """Opens the ledger of an interrupted run; refuses one that is not all that was released there."""
-    path = Path(output_dir) / LEDGER_NAME
-    if not path.exists():
-        run = path.parent if checkpoint is None else Path(checkpoint).resolve().parent
-        advice = "put it back there, or start afresh in another output_dir."
-        if (run / LEDGER_NAME).exists():
-            advice = (
-                f"that of {checkpoint} is in {run}: set output_dir to that folder to go on with it."
-            )
-        raise LedgerError(
-            f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
-        )
-    trajectory = collectives.on_main(
-        lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
-    )
-    try:
-        refuse_lost_releases(Path(output_dir), trajectory)
-    except LedgerError:
-        trajectory.close()
-        raise
-    return trajectory
 
 
 def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
@@ -331,7 +320,7 @@ def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
     # A crash may cut any of them short, and a copy of an older ledger be put back: all are asked.
     for folder in (output_dir, output_dir / FOLDER_NAME, *checkpoints):
         written: Mapping[str, str] = {}
-        for name, read in _RECORDS.items():
+        for name in (STATE_NAME, SHIPPING_NAME, REPORT_FILE):
             path = folder / name
             if not path.is_file() or (ledger is None and name == REPORT_FILE):
                 continue
@@ -340,7 +329,7 @@ def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
                     written = read_state(folder)["files"]
                 elif name in written and file_digest(path) != written[name]:
                     raise ValueError("not what the run wrote there")
-                steps, digest = read(path)
+                steps, digest = _releases_of(path)
             except (OSError, ValueError, LookupError, TypeError) as error:
                 advice = "restore the file, or remove what a crash cut short."
                 if ledger is not None and folder in checkpoints:
@@ -359,23 +348,12 @@ def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:
                 )
 
 
-def _of_state(path: Path) -> tuple[int, str | None]:
-    state = read_state(path.parent)
-    return int(state["step"]), str(state["trajectory_digest"])
-
-
-def _of_trajectory(path: Path) -> tuple[int, str | None]:
-    shipped = Trajectory.load(path)
-    return shipped.next_step, shipped.digest()
-
-
-def _of_report(path: Path) -> tuple[int, str | None]:
+def _releases_of(path: Path) -> tuple[int, str | None]:
+    """Reads what a file says of the steps that made it: how many, and their digest where it has one."""
+    if path.name == SHIPPING_NAME:
+        shipped = Trajectory.load(path)
+        return shipped.next_step, shipped.digest()
+    if path.name == STATE_NAME:
+        state = read_state(path.parent)
+        return int(state["step"]), str(state["trajectory_digest"])
     return int(json.loads(path.read_text(encoding="utf-8"))["steps"]), None
-
-
-_RECORDS: dict[str, Callable[[Path], tuple[int, str | None]]] = {
-    STATE_NAME: _of_state,
-    SHIPPING_NAME: _of_trajectory,
-    REPORT_FILE: _of_report,
-}
-"""Files that say how many steps were taken: name -> (steps, digest of their releases or None)."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands import launch
 from datasets import Dataset
-from several_processes import cheaper_runs
+from several_processes import in_processes, started
 from tiny_runs import KEY, build, config, tiny_data, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, default_data_collator
 
@@ -27,6 +22,7 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.reporting.weights import read_weights
 
+pytestmark = pytest.mark.slow
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2}, "ddp_backend": "gloo"}
 
 
@@ -49,19 +45,10 @@ def adapter_model():
 
 
 def tied_model():
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=50,
-                n_positions=16,
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                bos_token_id=1,
-                eos_token_id=2,
-            )
-        )
+        return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
 
 
 def sentences(rows: int = 60) -> Dataset:
@@ -75,11 +62,9 @@ def sentences(rows: int = 60) -> Dataset:
 
 
 def padded(rows):
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return default_data_collator(
-        [
-            {k: (v + [0 if k != "labels" else -100] * (14 - len(v))) for k, v in row.items()}
-            for row in rows
-        ]
+        [{k: v + [fill[k]] * (14 - len(v)) for k, v in row.items()} for row in rows]
     )
 
 
@@ -98,15 +83,11 @@ RUNS = {
 def made(folder: Path, name: str, processes: int, **others) -> DPZeroTrainer:
     """The trainer of a run, for one process or for this one of two."""
     model, settings = RUNS[name]
-    saved = {
-        "output_dir": str(folder / name),
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
-    settings = {"max_steps": 3, "microbatch_size": 4, **saved, **settings, **others}
-    settings |= SHARDED if processes > 1 else {}
+    usual = {
+        "output_dir": str(folder / name), "eval_strategy": "steps", "eval_steps": 3,
+        "save_strategy": "steps", "save_steps": 2, "max_steps": 3, "microbatch_size": 4,
+    }  # fmt: skip
+    settings = {**usual, **settings, **others, **(SHARDED if processes > 1 else {})}
     texts = name == "tied"
     return DPZeroTrainer(
         model=model(),
@@ -154,11 +135,11 @@ def train(folder: Path, processes: int, other: Path) -> None:
         stopped.train()
     wait(processes)
     (folder / "stopped.ready").touch()
-    for started, name in ((folder, "own"), (other, "others")):
-        until(started / "stopped.ready")
+    for begun, name in ((folder, "own"), (other, "others")):
+        until(begun / "stopped.ready")
         for output in (folder / ending for ending in ENDINGS[processes] if ending.startswith(name)):
             if stopped.is_world_process_zero():
-                shutil.copytree(started / "stopped", output)
+                shutil.copytree(begun / "stopped", output)
                 if output.name != name:
                     shutil.rmtree(output / "checkpoint-2")
             wait(processes)
@@ -185,43 +166,20 @@ def until(ready: Path) -> None:
 def runs(tmp_path_factory) -> dict[int, Path]:
     """Number of processes -> the folder of what they trained. The two run while this one trains."""
     folders = {processes: tmp_path_factory.mktemp(f"of{processes}") for processes in (1, 2)}
-    with started(folders[2], folders[1]) as two:
+    words, log = (str(folders[2]), str(folders[1])), folders[2] / "log"
+    with started(__file__, *words, log=log) as two:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the two
         train(folders[1], processes=1, other=folders[2])
         torch.set_num_threads(threads)
-        assert two.wait(timeout=900) == 0, (folders[2] / "errors").read_text()[-3000:]
+        assert two.wait(timeout=900) == 0, log.read_text(errors="replace")[-3000:]
     return folders
-
-
-@contextlib.contextmanager
-def started(folder: Path, other: Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(folder), str(other)],
-        env={
-            **os.environ, **place, "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "errors").open("w"),
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def note(runs, processes: int, name: str) -> dict:
     return json.loads((runs[processes] / name / "note.json").read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_releases_weights_and_files_are_those_of_one_process(runs, name):
     one, two = (runs[n] / name for n in (1, 2))
@@ -241,16 +199,17 @@ def test_releases_weights_and_files_are_those_of_one_process(runs, name):
     assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_processes_hold_parts_and_predict_as_one(runs, name):
+    """And their ledger is replayed on one device."""
     one, two = note(runs, 1, name), note(runs, 2, name)
     assert one["share"] == 1 and 0.45 < two["share"] < 0.6
-    assert one["digest"] == two["digest"]
     assert one["predicted"] == pytest.approx(two["predicted"], rel=1e-3)
+    model = RUNS[name][0]()
+    replay(model, Trajectory.load(runs[2] / name / "trajectory.ledger"))
+    assert digest_model(model) == one["digest"] == two["digest"]
 
 
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_another_number_of_processes(runs):
     """From a checkpoint and from the base and the ledger, to the end of the run that nobody stopped."""
     ends = {(n, name): read_weights(runs[n] / name) for n in ENDINGS for name in ENDINGS[n]}
@@ -261,15 +220,6 @@ def test_a_stopped_run_goes_on_with_another_number_of_processes(runs):
     assert not all(torch.equal(short[name], expected[name]) for name in expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_ledger_of_parts_is_replayed_on_one_device(runs, name):
-    model = RUNS[name][0]()
-    replay(model, Trajectory.load(runs[2] / name / "trajectory.ledger"))
-    assert digest_model(model) == note(runs, 1, name)["digest"]
-
-
-@pytest.mark.slow
 def test_processes_without_rows_were_tried(runs):
     """What the batches of the run were: the sampler's key is the test's."""
     trainer = made(runs[1] / "again", "adapter", 1)
@@ -278,7 +228,6 @@ def test_processes_without_rows_were_tried(runs):
     assert any(len(batch) % 2 for batch in batches)
 
 
-@pytest.mark.slow
 def test_a_grid_that_grew_did_so_on_both(runs):
     state = json.loads((runs[2] / "odd" / "checkpoint-4" / "dpzero_state.json").read_text())
     assert max(entry["exponent"] for entry in state["space"].values()) > 1  # of weights below 1
@@ -296,43 +245,27 @@ assert trainer.shards and trainer.args.world_size == 2
 """
 
 
-@pytest.mark.slow
 def test_accelerate_launches_an_ordinary_script(tmp_path):
     """With the file as it is, but for the port: an own one, as others may test beside this."""
     (tmp_path / "script.py").write_text(SCRIPT)
     here = Path(__file__).resolve().parents[1]
     file = here.parent / "configs" / "accelerate" / "fsdp2.yaml"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    run = [str(tmp_path / "script.py"), str(tmp_path / "two"), str(here)]
-    process = subprocess.Popen(
-        [*launch, "--config_file", str(file), *run],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.DEVNULL,
-        stderr=(tmp_path / "errors").open("w"),
-        start_new_session=True,
-    )
-    try:
+    words = ["--main_process_port", "0", "--config_file", str(file)]
+    words += [str(tmp_path / "script.py"), str(tmp_path / "two"), str(here)]
+    log = tmp_path / "log"
+    with started(launch.__file__, *words, log=log) as process:
         one = build(tmp_path / "one", max_steps=3)
         one.train()
-        assert process.wait(timeout=900) == 0, (tmp_path / "errors").read_text()[-3000:]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(timeout=900) == 0, log.read_text(errors="replace")[-3000:]
     expected, found = dict(one.model.named_parameters()), read_weights(tmp_path / "two")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
+def of_two(rank: int) -> None:
+    train(Path(sys.argv[1]), processes=2, other=Path(sys.argv[2]))
+    wait(2)
+
+
 if __name__ == "__main__":
-    cheaper_runs()
-    second = os.fork()  # before any thread or model: both have imported all that takes seconds
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if second else "1"
-    try:
-        train(Path(sys.argv[1]), processes=2, other=Path(sys.argv[2]))
-        torch.distributed.barrier()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    failed = second and os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
-    os._exit(1 if failed else 0)  # some builds' gloo threads abort an ordinary interpreter exit
+    in_processes(2, of_two)
