@@ -273,10 +273,6 @@ class Placement:
         """Returns the passes that a step is expected to have."""
         return sum(chance for chance, _, _, _ in self._costs)
 
-    def expected_slots(self) -> float:
-        """Returns the rows, blank ones included, that a step is expected to evaluate."""
-        return sum(chance * self.rows_of(w, number) for chance, _, w, number in self._costs)
-
     def expected_tokens(self) -> float:
         """Returns what a step is expected to evaluate for one direction and sign, in tokens."""
         return sum(chance * cost for chance, cost, _, _ in self._costs)

@@ -29,22 +29,12 @@ _T = TypeVar("_T")
 
 
 def run_compare(arguments: Compare) -> None:
-    """Runs the grid, or merges comparisons; writes comparison.{json,md,png} and prints the table."""
+    """Runs the grid, writes comparison.{json,md,png} and prints the table."""
     from hf_dpzero.experiments.compare import build_grid, compare
     from hf_dpzero.experiments.results import JSON_FILE
-    from hf_dpzero.experiments.tables import PLOT_FILE, TABLE_FILE, merge, table
+    from hf_dpzero.experiments.tables import PLOT_FILE, TABLE_FILE, table
 
     recipes, words = arguments.recipes, arguments.overrides
-    if arguments.merge:
-        given = [f"--{name}" for name in ("methods", "epsilons", "seeds") if vars(arguments)[name]]
-        if given or words:
-            raise ValueError(f"{(given or words)[0]}: --merge runs nothing; leave it out.")
-        if not arguments.output_dir:
-            raise ValueError(
-                "--output_dir is missing; --merge needs a folder for the merged table."
-            )
-        print(merge(recipes, arguments.output_dir))
-        return
     if len(recipes) != 1:
         raise ValueError(f"{' '.join(recipes)}: give one recipe; others are named in --methods.")
     runs = build_grid(
@@ -145,13 +135,9 @@ def run_federate(arguments: Federate) -> None:
     from hf_dpzero.federated.run import ServerRun, run_in_process
     from hf_dpzero.federated.setup import Settings, Side
 
-    engine, drop = arguments.engine, arguments.drop
+    engine = arguments.engine
     if engine not in ENGINES:
         raise ValueError(f"--engine {engine}: use one of {', '.join(ENGINES)}.")
-    if drop and (engine != "flower" or not 0 <= drop < arguments.clients):
-        raise ValueError(
-            f"--drop {drop} is for --engine flower, and must leave one client at least."
-        )
     recipe = arguments.recipe
     settings = Settings(
         # A client's process may start in another folder.
@@ -180,7 +166,6 @@ def run_federate(arguments: Federate) -> None:
     flower.check_flower()
     side = Side.build(settings, folder)
     server = ServerRun(side, folder, resume=arguments.resume)
-    stops = flower.random_stops(settings.clients, server.server.rounds, drop)
 
     def serve(transport: FlowerTransport) -> None:
         server.run(transport, min_clients=arguments.min_clients)
@@ -188,7 +173,7 @@ def run_federate(arguments: Federate) -> None:
     try:
         flower.simulate(
             serve,
-            flower.simulated_clients(settings, str(folder), stops),
+            flower.simulated_clients(settings, str(folder)),
             num_clients=settings.clients,
             timeout=arguments.timeout,
             actors=arguments.actors,

@@ -87,7 +87,7 @@ class Compare(Options):
     """Train several methods on the same data and write a table and a plot."""
 
     recipes: list[str] = _option(
-        f"{_RECIPE}, before any option; with --merge the folders of comparisons",
+        f"{_RECIPE}, before any option",
         positional=True,
         metavar="RECIPE",
         nargs="+",
@@ -110,7 +110,6 @@ class Compare(Options):
     jobs: int = _option("runs at once, each with its share of the cores", 1)
     retry_failed: bool = _option("run again what has a row without success", False)
     discard_weights: bool = _option("keep results and ledgers, not the models", False)
-    merge: bool = _option("one table from the folders of several tasks", False)
 
 
 @dataclass(kw_only=True)
@@ -192,7 +191,6 @@ class Federate(Options):
         "flower",
     )
     actors: int = _option("processes that the simulated clients share", 1)
-    drop: int = _option("for trials: so many clients, drawn at random, die in a random round", 0)
 
 
 COMMANDS: dict[str, type[Options]] = {

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.batches.placement import Placement, buckets, pass_cost, public_shares, sizes_up_to
 from hf_dpzero.experiments import memory
 from hf_dpzero.experiments.memory import GIB, MetaModel, find_config
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -18,7 +17,6 @@ from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.arguments import DataArguments
 
 if TYPE_CHECKING:
-    from hf_dpzero.settings.config import DPZeroConfig
     from hf_dpzero.tasks import AnyTask
 
 _PHASES = {
@@ -82,20 +80,9 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
         "trained_by": recipe.model.peft_method or recipe.training.trainable or "all parameters",
         "torch_dtype": meta.own_dtype,
     }
-    plan, found = None, _memory_section(meta, recipe)
-    if rows.train is not None:
-        plan = recipe.training.plan(rows.train, trained_count)
-        longest = None if recipe.model.precompute_features else recipe.data.max_seq_length
-        low = found["own_precision"] != "float32" or recipe.training.bf16
-        found |= (blanks := blank_slots(plan, recipe.training, longest, count, low))
-        if blanks and blanks["rows_of_a_pass"] > 1:
-            found["notes"].append(
-                f"a step is expected to take {blanks['passes']:.0f} forward passes for each sign of a "
-                f"direction, of {blanks['rows_of_a_pass']:.0f} rows on average, "
-                f"{100 * blanks['blank_share']:.0f} % of them blank, where each width is equally likely "
-                "(an evaluation set tells better; private lengths are not looked at)"
-            )
-    return Overview(rows, plan, {"model": shape, "memory": found})
+    n = rows.train
+    plan = None if n is None else recipe.training.plan(n, trained_count)
+    return Overview(rows, plan, {"model": shape, "memory": _memory_section(meta, recipe)})
 
 
 def shape_of(recipe: Recipe, labels: int | None) -> tuple[MetaModel, str]:
@@ -186,7 +173,7 @@ def offline() -> Iterator[None]:
             setattr(module, name, value)
 
 
-# ---- memory and passes
+# ---- memory
 
 
 def _memory_section(meta: MetaModel, recipe: Recipe) -> Section:
@@ -230,39 +217,6 @@ def _memory_section(meta: MetaModel, recipe: Recipe) -> Section:
         "devices": machine,
         "by_precision": by_precision,
         "notes": [note for note, holds in notes.items() if holds],
-    }
-
-
-def blank_slots(
-    plan: PrivacyPlan, args: DPZeroConfig, longest: int | None, parameters: int, low_precision: bool
-) -> dict[str, float]:
-    """Computes rows of forward passes, and the share of them that no example takes.
-
-    A pass is filled up with blanks in each width by itself (`batches.shapes`); each width is taken to
-    be equally likely. The columns that pad a row to its width follow from its length and do not count.
-
-    Args:
-      plan: of the run.
-      args: one process, on the device that is here.
-      longest: tokens of the longest row that the settings allow; None where rows have one shape.
-      parameters: of the model.
-      low_precision: whether it computes in less than float32.
-
-    Returns:
-      `passes`, expected in a step for one direction and sign, `rows_of_a_pass`, their mean, and
-      `blank_share`; empty for runs without fixed shapes.
-    """
-    if not plan.mechanism.private:
-        return {}
-    expected, sizes = plan.sampler.expected_batch_size, sizes_up_to(args.physical_batch_size)
-    widths = [0] if longest is None else buckets(longest, cut=longest)
-    cost = pass_cost(args.device.type, parameters, low_precision)
-    placement = Placement(expected, sizes, public_shares([], widths), cost)
-    slots, passes = placement.expected_slots(), placement.expected_passes()
-    return {
-        "passes": passes,
-        "rows_of_a_pass": slots / passes,
-        "blank_share": 1.0 - expected / slots,
     }
 
 

@@ -1,26 +1,21 @@
 """Comparisons as Markdown, in the shape of the DPZero paper's Tables 2, 3 and 9, and as plots.
 
-`markdown` is one comparison: methods down, epsilons across. `merge` puts several tasks into one table:
-methods down, tasks across. Figures are cut off, never rounded up, so that no table says more than what
-was measured; a spent epsilon is rounded up, so that none says less.
+`markdown` is one comparison: methods down, epsilons across. Figures are cut off,
+never rounded up, so that no table says more than what was measured; a spent epsilon is rounded up, so
+that none says less.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dpzero.experiments.results import JSON_FILE, STATUSES, Cell, Record
-from hf_dpzero.ledger.log_file import write_atomically
-from hf_dpzero.reporting.model_card import new_figure, optional_plot
+from hf_dpzero.experiments.results import STATUSES, Cell, Record
+from hf_dpzero.reporting.model_card import new_figure
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
-from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -172,67 +167,6 @@ def _caption(record: Record) -> list[str]:
     if (jobs := max((row.jobs for row in record.rows), default=1)) > 1:
         texts.append(f"Up to {jobs} runs shared the machine: seconds per step are noisy.")
     return texts
-
-
-def merge(folders: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLike[str]) -> str:
-    """Writes comparison.json, comparison.md and comparison.png of all tasks; returns the Markdown.
-
-    Args:
-      folders: of comparisons; each is named by its task, or by its folder where two are of one task.
-      output_dir: another folder.
-
-    Raises:
-      FileNotFoundError: a folder holds no comparison.
-      ValueError: none or one folder, or their epsilons are of different neighbouring relations.
-    """
-    loaded = [Record.load(folder) for folder in folders]
-    tasks = [str(record.settings["task"]) for record in loaded]
-    folder_names = [Path(folder).name for folder in folders]
-    pairs = zip(tasks, folder_names, strict=True)
-    names = [folder if tasks.count(task) > 1 else task for task, folder in pairs]
-    records = list(zip(names, loaded, strict=True))
-    if len(records) < 2:
-        raise ValueError(f"{len(records)} comparison to merge; give the folders of two or more.")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]!r} stands for two comparisons; rename one of their folders.")
-    # One epsilon must mean one thing in a table.
-    private = [(name, record.relation) for name, record in records if record.relation]
-    for name, relation in private:
-        if relation != private[0][1]:
-            raise ValueError(
-                f"{private[0][0]} and {name} mean different things by epsilon: neighboring_relation "
-                f"is {private[0][1]} in the first and {relation} in the second."
-            )
-    target = Path(output_dir)
-    if target.resolve() in {Path(folder).resolve() for folder in folders}:
-        raise ValueError(f"--output_dir {output_dir} is one of the folders; name another one.")
-    target.mkdir(parents=True, exist_ok=True)
-    # Scores: tasks across, down the methods as they first appear; then each task's own table.
-    keys = dict.fromkeys((c.method, c.epsilon) for _, record in records for c in record.cells)
-    methods = list(dict.fromkeys(method for method, _ in keys))
-    body = [
-        [f"{method}, {_at(epsilon)}", *(score(r.cell(method, epsilon)) for _, r in records)]
-        for method, epsilon in sorted(keys, key=lambda key: (methods.index(key[0]), -key[1]))
-    ]
-    for method in dict.fromkeys(cell.method for _, r in records for cell in r.zero_shot):
-        found = (next((c for c in r.zero_shot if c.method == method), None) for _, r in records)
-        body.append([method, *map(score, found)])
-    scores = grid(["method, score (%)", *names], body)
-    own = (f"#{markdown(record)}" for _, record in records)
-    text = "\n\n".join([f"# {', '.join(names)}", scores, *own])
-    write_atomically(target / TABLE_FILE, text)
-    summary = encode({"tasks": {name: asdict(record) for name, record in records}})
-    write_atomically(target / JSON_FILE, json.dumps(summary, indent=1) + "\n")
-    drawn = [(name, r) for name, r in records if any(c.mean is not None for c in r.cells)]
-    with optional_plot(PLOT_FILE):
-        if drawn:
-            figure = new_figure(len(drawn))
-            panels = figure.subplots(1, len(drawn), squeeze=False)[0]
-            for axes, (name, record) in zip(panels, drawn, strict=True):
-                _draw_against_epsilon(axes, record)
-                axes.set_title(name)
-            figure.savefig(target / PLOT_FILE, dpi=120)
-    return text
 
 
 # ---- plots

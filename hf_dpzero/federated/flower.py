@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,10 +44,6 @@ TYPES = {"join": "query", "round": "train"}
 
 FAILED = "failed; its own log says why"
 """All that leaves a client of an error, whose words may quote a row."""
-
-
-class DroppedOut(Exception):
-    """A client of a simulation that is meant to be dead."""
 
 
 def check_flower() -> None:
@@ -142,19 +137,16 @@ Answer = Callable[[str, bytes, "Context"], bytes]
 
 def answered(answer: Answer, kind: str, message: Message, context: Context) -> Message:
     """Returns a client's answer; of an error, only that there was one."""
-    reason = FAILED
     try:
         payload = unwrapped(message)
         if payload is None:
             raise ValueError("a message without bytes")
         return reply(answer(kind, payload, context), message)
-    except DroppedOut:
-        reason = "dropped out"
     except (ResidentError, ValueError) as error:  # what the user can mend
         logger.error("no answer: %s", error)
     except Exception:
         logger.exception("no answer")
-    return failure(message, reason)
+    return failure(message, FAILED)
 
 
 def _app_of(answer: Answer) -> ClientApp:
@@ -184,29 +176,24 @@ def deployed_answer(kind: str, payload: bytes, context: Context) -> bytes:
     return hand_over(node.folder, dict(context.node_config), kind, payload)
 
 
-def simulated_clients(
-    settings: Settings, folder: str, stops: Mapping[int, int] | None = None
-) -> ClientApp:
+def simulated_clients(settings: Settings, folder: str) -> ClientApp:
     """Makes the app of a simulation's clients: partition i is the client with shard i.
 
     Args:
       settings: of the run.
       folder: the run's output_dir; clients keep their ledgers in folders of their own below it.
-      stops: client -> the number of asks after which it is dead (`--drop`).
     """
-    return _app_of(functools.partial(simulated_answer, settings, folder, stops or {}))
+    return _app_of(functools.partial(simulated_answer, settings, folder))
 
 
 def simulated_answer(
     settings: Settings,
     folder: str,
-    stops: Mapping[int, int],
     kind: str,
     payload: bytes,
     context: Context,
 ) -> bytes:
     """Answers for a client of a simulation."""
-    from hf_dpzero.federated.messages import RELEASED_NAME, read_log
     from hf_dpzero.federated.setup import CLIENTS
 
     client = int(context.node_config["partition-id"])
@@ -214,8 +201,6 @@ def simulated_answer(
     own = Path(folder) / CLIENTS / name
     if kind == "join":
         return _side(settings, folder).invited(name, client, own, payload)
-    if client in stops and len(read_log(own / RELEASED_NAME)[1]) >= stops[client]:
-        raise DroppedOut
     side = _side(settings, folder)
     return side.client(name, client, own).answer(side.replica, payload)
 
@@ -256,12 +241,6 @@ def server_app() -> ServerApp:
             run.close()
 
     return app
-
-
-def random_stops(clients: int, rounds: int, drop: int) -> dict[int, int]:
-    """Draws `drop` clients at random, and the round in which each dies."""
-    drawn = random.SystemRandom()
-    return {c: drawn.randrange(1, max(2, rounds)) for c in drawn.sample(range(clients), drop)}
 
 
 def simulate(

@@ -32,7 +32,7 @@ from hf_dpzero.experiments.results import (
     zero_shot_group,
 )
 from hf_dpzero.experiments.runner import Attempt, Process, discard_weights, last_checkpoint, locked
-from hf_dpzero.experiments.tables import merge, plot_comparison
+from hf_dpzero.experiments.tables import plot_comparison
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import load_recipe
 
@@ -431,48 +431,6 @@ def test_a_record_comes_back_as_it_was_saved_and_is_drawn(tmp_path):
     assert path is not None and path.read_bytes().startswith(PNG)
     empty = [dataclasses.replace(cell, mean=None) for cell in record().cells]
     assert plot_comparison(dataclasses.replace(record(), cells=empty), tmp_path) is None
-
-
-def saved(folder: Path, **settings: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    record(**settings).save(folder)
-    return folder
-
-
-def test_merge_puts_methods_down_and_tasks_across(tmp_path):
-    trec, sst2, few = (
-        saved(tmp_path / name, task=task)
-        for name, task in (("trec", "trec"), ("sst2", "sst2"), ("few", "trec"))
-    )
-    text, target = merge([trec, sst2], tmp_path / "all"), tmp_path / "all"
-    for line in (
-        "| method, score (%) | trec | sst2 |",
-        "| dpzero, ε = 6 | none (0 of 3) | none (0 of 3) |",
-        "| dpzero, ε = 2 | 85.00 ± 5.00 (2 of 3) | 85.00 ± 5.00 (2 of 3) |",
-        "| mezo, ε = ∞ | 96.00 ± 0.00 | 96.00 ± 0.00 |",
-        "| zero-shot | 60.00 ± 5.77 | 60.00 ± 5.77 |",
-    ):
-        assert line in text.splitlines()
-    assert "## trec: dpzero, mezo" in text and "## sst2: dpzero, mezo" in text
-    assert text.count("- dpzero, ε = 2, seed 21: **out_of_memory**") == 2
-    assert (target / "comparison.md").read_text(encoding="utf-8") == text
-    assert (target / "comparison.png").read_bytes().startswith(PNG)
-    assert set(json.loads((target / "comparison.json").read_text())["tasks"]) == {"trec", "sst2"}
-    assert "| method, score (%) | few | trec |" in merge([few, trec], target)  # two of one task
-
-
-def test_merge_refuses(tmp_path):
-    a, b = saved(tmp_path / "a", task="a"), saved(tmp_path / "b", task="b")
-    other = saved(tmp_path / "other", task="c", neighboring_relation="replace_one")
-    for folders, target, message in (
-        ([a, other], "all", "neighboring_relation is add_or_remove_one in the first"),
-        ([a], "all", "1 comparison to merge"),
-        ([a, a], "all", "'a' stands for two comparisons"),
-        ([a, tmp_path / "none"], "all", "hf-dpzero compare"),
-        ([a, b], "b", "is one of the folders"),
-    ):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            merge(folders, tmp_path / target)
 
 
 # ---- running

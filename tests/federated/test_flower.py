@@ -73,10 +73,8 @@ def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, mon
     monkeypatch.setattr(flower, "_side", lambda settings, folder: made)
     context = SimpleNamespace(node_config={"partition-id": 0})
 
-    def sent(kind, payload, stops=()):
-        answer = functools.partial(
-            flower.simulated_answer, made.settings, str(tmp_path), dict(stops)
-        )
+    def sent(kind, payload):
+        answer = functools.partial(flower.simulated_answer, made.settings, str(tmp_path))
         return answered(answer, kind, Message(wrapped(payload)), context)
 
     name = server.join(sent("join", server.invitation())).name
@@ -89,7 +87,6 @@ def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, mon
     monkeypatch.setattr(made.replica, "differences", quote)
     server.close_round(0.1)
     assert sent("round", server.ask(name)) == FAILED
-    assert sent("round", server.ask(name), {0: 1}.items()) == "dropped out"
     other = side(tmp_path / "b", clip=9.0)
     monkeypatch.setattr(flower, "_side", lambda settings, folder: other)
     declined = sent("join", server.invitation())
@@ -110,8 +107,3 @@ def test_a_supernode_hands_messages_over(tmp_path, monkeypatch, caplog, plain):
     assert sent(RecordDict(), config) == FAILED
     assert sent(wrapped(b"ask"), {}) == FAILED
     assert "give each client a name" in caplog.text and len(calls) == 1
-
-
-def test_random_stops_are_of_so_many_clients():
-    stops = flower.random_stops(20, 10, 5)
-    assert len(stops) == 5 and all(0 <= c < 20 and 1 <= r < 10 for c, r in stops.items())
