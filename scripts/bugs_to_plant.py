@@ -97,7 +97,7 @@ BUGS = (
         "plan.epsilon(delta, at=max(steps - 1, 0))"),
     Bug("prompt_without_label",
         "A training row holds the prompt alone, without the answer to learn.",
-        "hf_dpzero/tasks/prompted_generation.py",
+        "hf_dpzero/tasks/answers.py",
         "tests/tasks/test_prompted_tasks.py::test_prompt_and_answer_of_a_question",
         '"input_ids": [p.input_ids + a for p, a in zip(prompts, answers, strict=True)],',
         '"input_ids": [p.input_ids for p in prompts],'),

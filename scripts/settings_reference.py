@@ -14,7 +14,7 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.nested import NESTED
 from hf_dpzero.settings.setting import Allowed, Setting, settings_of
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 from scripts.setting_costs import COSTS, INHERITED, Cost
 from scripts.training_arguments import DOCS
 

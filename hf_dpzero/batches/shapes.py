@@ -22,7 +22,7 @@ from hf_dpzero.estimators.random_state import drawing_from
 from hf_dpzero.objectives.losses import (
     IGNORE_INDEX,
     TOKEN_KEYS,
-    Filled,
+    PaddedMicrobatch,
     base_model,
     last_predictors,
     power_of_two,
@@ -242,7 +242,7 @@ class PassShapes:
         """Whether every example is evaluated by itself."""
         return self.placement.largest == 1
 
-    def microbatches(self, indices: Sequence[int]) -> list[Filled]:
+    def microbatches(self, indices: Sequence[int]) -> list[PaddedMicrobatch]:
         """Puts examples into passes, each taking the next place of its shape in the order given.
 
         Raises:
@@ -253,7 +253,7 @@ class PassShapes:
 
     def dealt(
         self, indices: Sequence[int], share: int = 0, shares: int = 1, entropy: int | None = None
-    ) -> tuple[list[Filled], list[list[int]]]:
+    ) -> tuple[list[PaddedMicrobatch], list[list[int]]]:
         """Makes the passes of one of several shares; those of all shares are what one would have.
 
         Where widths vary every share must collate all rows.
@@ -297,12 +297,14 @@ class PassShapes:
         if self.one_by_one:  # nothing is beside a row: it stays as it is
             singles = self.collate_each([indices[place] for place in places[share]])
             pairs = zip(singles, places[share], strict=True)
-            return [Filled(self._of_kind(row), 1, [place]) for row, place in pairs], places
+            return [
+                PaddedMicrobatch(self._of_kind(row), 1, [place]) for row, place in pairs
+            ], places
         return [self.filled([rows[i] for i in c], slots, c) for slots, c in plans[share]], places
 
     def _stacked(
         self, indices: Sequence[int], plan: Sequence[tuple[int, Sequence[int]]]
-    ) -> Iterator[Filled]:
+    ) -> Iterator[PaddedMicrobatch]:
         assert self.collate_stacked is not None
         batch = self.collate_stacked([indices[i] for _, portion in plan for i in portion])
         start = 0
@@ -314,7 +316,7 @@ class PassShapes:
                 blank = blank_like({name: value[:1] for name, value in batch.items()})
                 for name, value in rows.items():
                     value[len(portion) :] = blank[name]
-            yield Filled(rows, len(portion), portion)
+            yield PaddedMicrobatch(rows, len(portion), portion)
             start = stop
 
     def in_bucket(self, batch: Row) -> dict[str, Tensor]:
@@ -349,10 +351,10 @@ class PassShapes:
 
     def filled(
         self, rows: Sequence[Row], slots: int, places: Sequence[int] | None = None
-    ) -> Filled:
+    ) -> PaddedMicrobatch:
         """Makes rows of one shape, at most `slots`, one pass of so many; blanks take the rest."""
         blanks = [blank_like(rows[0], self.padding_side)] * (slots - len(rows))
-        return Filled(stacked([*rows, *blanks]), len(rows), places)
+        return PaddedMicrobatch(stacked([*rows, *blanks]), len(rows), places)
 
 
 def stacked(rows: Sequence[Row]) -> dict[str, Tensor]:

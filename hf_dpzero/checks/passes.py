@@ -34,9 +34,9 @@ from hf_dpzero.objectives.losses import (
     base_model,
     batch_size,
     check_per_example,
+    comparison_loss,
     evaluation_mode,
     single_pass,
-    trial,
 )
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.fsdp import assert_same_losses
@@ -220,7 +220,7 @@ def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | N
         sizes = placing.sizes_up_to(collectives.shared(cap))
 
     def losses(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
-        return _losses(run, run.evaluate.trial, batch, seed)
+        return _losses(run, run.evaluate.comparison_loss, batch, seed)
 
     coarse = bool(low_precision(model, args))
     smoke = SmokeTest(invented_rows(run, shapes), losses, model, coarse)
@@ -261,7 +261,7 @@ def _sizes_within(
     bound = math.inf if groups is None else ROOM * groups.loss_bound
     if not run.args.first_order:
         clip, scale = smallest_clip_and_scale(run)
-        stepwise = run.objective is not None and trial(run.objective) is not run.objective
+        stepwise = run.objective is not None and comparison_loss(run.objective) is not run.objective
         bound = 0.0 if stepwise else min(bound, ROOM * clip / scale)
     if smoke.move(sizes) <= bound:
         return sizes

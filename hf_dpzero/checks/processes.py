@@ -130,7 +130,7 @@ def check_losses(run: Run) -> None:
     with evaluation_mode(run.model):
         for part in parts:
             with isolated_randomness(entropy):
-                losses = objective.trial(run.model, part)[: num_examples(part)]
+                losses = objective.comparison_loss(run.model, part)[: num_examples(part)]
             digest.update(losses.detach().float().cpu().numpy().tobytes())
     if not any(gather_numbers(int(_bytes(again) != _bytes(parts)))):
         compare({"losses": digest.hexdigest()})

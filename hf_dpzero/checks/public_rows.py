@@ -16,7 +16,7 @@ from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.random_state import isolated_randomness
-from hf_dpzero.objectives.losses import evaluation_mode, num_examples, trial
+from hf_dpzero.objectives.losses import comparison_loss, evaluation_mode, num_examples
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.run import Run
 
@@ -137,8 +137,8 @@ def check_finite(run: Run) -> None:
 def check_differences(run: Run, differences: FiniteDifferences) -> None:
     """Refuses a run in which no public row's loss differs between theta + lambda u and theta - lambda u.
 
-    A loss that counts right answers is judged by its trial, which every forward pass moves. Rows that
-    the loss does not take are not judged.
+    A loss that counts right answers is judged by its `comparison_loss`, which every forward pass
+    moves. Rows that the loss does not take are not judged.
 
     Args:
       run: has the public rows.
@@ -151,7 +151,7 @@ def check_differences(run: Run, differences: FiniteDifferences) -> None:
     with leaving_out("differences of public rows were not looked at"), isolated_randomness():
         if public := public_microbatches(run)[:1]:
             # losses that count right answers hardly ever move
-            differences.objective = trial(objective)
+            differences.objective = comparison_loss(objective)
             try:
                 pair = differences.losses(public, [Direction(0, 0, 0)])
             finally:

@@ -2,7 +2,7 @@
 
 The very losses are the same bits; for `stacked`, whose kernels round in another order, the same to
 `STACKED_TOLERANCE`. Losses that hide what they are made of, such as 0/1 losses, are compared by their
-objective's `trial` (see `objectives.losses.trial`).
+objective's `comparison_loss` (see `objectives.losses.comparison_loss`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
 from hf_dpzero.estimators.layerwise import ModuleVisits
 from hf_dpzero.estimators.stacked import AUTO_FLOATS, small_enough
-from hf_dpzero.objectives.losses import is_compiled, single_pass, trial
+from hf_dpzero.objectives.losses import comparison_loss, is_compiled, single_pass
 from hf_dpzero.perturbation.directions import Direction
 
 STACKED_TOLERANCE = 1e-5
@@ -233,7 +233,7 @@ def _settled_losses(
 ) -> Tensor:
     """The trial's losses at both signs, float32 [2, B]; the parameters are at theta afterwards."""
     try:
-        with _replaced(differences, objective=trial(differences.objective)):
+        with _replaced(differences, objective=comparison_loss(differences.objective)):
             losses = differences.losses([microbatch], [direction])
         return torch.stack([part[:, 0] for part in losses])
     finally:

@@ -125,8 +125,8 @@ class PerExampleGradients:
         """Adds per-example gradients, weighted by their norms.
 
         Args:
-          microbatches: differentiated one after the other; none gives zeros. Rows of a `Filled` one that
-            are no examples count for nothing.
+          microbatches: differentiated one after the other; none gives zeros. Rows of a
+            `PaddedMicrobatch` that are no examples count for nothing.
           weigh: norms [b] float64 of a microbatch -> w [b]. An example whose gradient is not finite
             counts as zero whatever its weight.
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hf_dpzero.settings.config import DPZeroConfig
-    from hf_dpzero.tasks.arguments import DataArguments
+    from hf_dpzero.tasks.description import DataArguments
 
 GIB = 1 << 30
 CARDS = (8, 12, 16, 24, 40, 80, 141)

@@ -14,7 +14,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.settings.defaults import resolve
 from hf_dpzero.tasks import build_task, description_of
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask

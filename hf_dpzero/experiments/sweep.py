@@ -28,7 +28,7 @@ from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_r
 from hf_dpzero.reporting.hub import public_results
 from hf_dpzero.shipped import find_config
 from hf_dpzero.tasks import build_task, same_rows
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 from hf_dpzero.values import listed, parse_yaml
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from hf_dpzero.federated.plan import LocalPlan, PlanError, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
-from hf_dpzero.objectives.losses import Filled, num_examples
+from hf_dpzero.objectives.losses import PaddedMicrobatch, num_examples
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 from hf_dpzero.run_folder.keys import digest_of_rows
 from hf_dpzero.training import start
@@ -107,7 +107,7 @@ class Replica:
             size = self.run.args.physical_batch_size
             chunks = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
             batches = [rows.collate_rows(chunk) for chunk in chunks]
-            parts = [Filled(batch, num_examples(batch)) for batch in batches]
+            parts = [PaddedMicrobatch(batch, num_examples(batch)) for batch in batches]
         directions = directions_of(self.round, self.run.header)
         with self.method.reads.own_step(), isolated_randomness():
             differences: Tensor = self.method.step.differences(parts, directions)

@@ -70,11 +70,11 @@ class BoundedObjective(PromptObjective):
         """Losses `[B]` float32 in [0, 1]."""
         return _one_by_one(self._loss_alone, model, inputs)
 
-    def trial(self, model: nn.Module, inputs: Inputs) -> Tensor:
+    def comparison_loss(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Numbers from the same forward passes, in which every logit has a share.
 
         0/1 losses agree where the logits behind them do not, so ways to evaluate a model are compared
-        by these (see `losses.trial`).
+        by these (see `losses.comparison_loss`).
 
         Args:
           model, inputs: as for the losses.
@@ -82,15 +82,15 @@ class BoundedObjective(PromptObjective):
         Returns:
           `[B]` float32.
         """
-        return _one_by_one(self._trial_alone, model, inputs)
+        return _one_by_one(self._comparison_alone, model, inputs)
 
     @abstractmethod
     def _loss_alone(self, model: nn.Module, example: Inputs) -> Tensor:
         """The loss `[1]` of a batch of one."""
 
     @abstractmethod
-    def _trial_alone(self, model: nn.Module, example: Inputs) -> Tensor:
-        """The trial's number `[1]` of a batch of one."""
+    def _comparison_alone(self, model: nn.Module, example: Inputs) -> Tensor:
+        """The compared number `[1]` of a batch of one."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ZeroOne(BoundedObjective):
         right = (scores.argmax(dim=1) == labels_of(example)) & scores.isfinite().all(dim=1)
         return 1.0 - right.float()
 
-    def _trial_alone(self, model: nn.Module, example: Inputs) -> Tensor:
+    def _comparison_alone(self, model: nn.Module, example: Inputs) -> Tensor:
         return self.objective(model, example)
 
 
@@ -135,7 +135,7 @@ class AnswerF1(BoundedObjective):
             raise ValueError(f"score={score} of an answer: it must lie in [0, 1].")
         return torch.tensor([1.0 - score], device=example["input_ids"].device)
 
-    def _trial_alone(self, model: nn.Module, example: Inputs) -> Tensor:
+    def _comparison_alone(self, model: nn.Module, example: Inputs) -> Tensor:
         return self.objective(model, example) + self.objective.decode(model, example)[1]
 
 

@@ -155,13 +155,13 @@ def check_differentiable(objective: PerExampleLoss) -> None:
         )
 
 
-def trial(objective: PerExampleLoss) -> PerExampleLoss:
+def comparison_loss(objective: PerExampleLoss) -> PerExampleLoss:
     """Returns what stands for the objective where two ways of evaluating it are compared.
 
-    `objective.trial`, per-example numbers that every bit of its forward passes has a share in, for
-    losses that do not move with them, such as 0/1 losses. The objective itself if it has none.
+    `objective.comparison_loss`, per-example numbers that every bit of its forward passes has a share in,
+    for losses that do not move with them, such as 0/1 losses. The objective itself if it has none.
     """
-    own: PerExampleLoss = getattr(objective, "trial", objective)
+    own: PerExampleLoss = getattr(objective, "comparison_loss", objective)
     return own
 
 
@@ -186,9 +186,9 @@ class WrappedObjective:
         """Returns per-example losses `[B]`."""
         return self.evaluate(self.objective, model, inputs)
 
-    def trial(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Returns the numbers `[B]` of the objective's own `trial`, evaluated in the same way."""
-        return self.evaluate(trial(self.objective), model, inputs)
+    def comparison_loss(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Returns the numbers `[B]` of the objective's own `comparison_loss`, evaluated alike."""
+        return self.evaluate(comparison_loss(self.objective), model, inputs)
 
 
 def check_per_example(losses: Any, batch_size: int) -> Tensor:
@@ -278,7 +278,7 @@ def batch_size(microbatch: Inputs) -> int:
     raise ValueError(f"the microbatch {sorted(microbatch)} holds no tensor with a batch dimension.")
 
 
-class Filled(dict[str, Tensor]):
+class PaddedMicrobatch(dict[str, Tensor]):
     """A microbatch whose rows after the first ones only fill up its shape; their losses are dropped.
 
     Args:
@@ -293,7 +293,7 @@ class Filled(dict[str, Tensor]):
 
 
 def num_examples(microbatch: Inputs) -> int:
-    """Counts the rows that are examples: all but what fills up a `Filled` microbatch."""
+    """Counts the rows that are examples: all but what fills up a `PaddedMicrobatch` microbatch."""
     examples: int | None = getattr(microbatch, "examples", None)
     return batch_size(microbatch) if examples is None else examples
 

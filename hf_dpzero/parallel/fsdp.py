@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_dpzero.objectives.losses import Filled, PerExampleLoss, single_pass
+from hf_dpzero.objectives.losses import PaddedMicrobatch, PerExampleLoss, single_pass
 from hf_dpzero.parallel import collectives
 from hf_dpzero.perturbation.sharding import is_sharded, on_first, own_part, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
@@ -238,7 +238,7 @@ class Lockstep:
                 "FSDP all processes must run it as often: use a loss of one pass (cross_entropy in "
                 f"place of accuracy or F1 of generated texts), or {_INSTEAD}."
             )
-        self.idle = Filled(blank, 0, [])
+        self.idle = PaddedMicrobatch(blank, 0, [])
 
     def __call__(self, microbatches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
         """The microbatches, and blank ones up to the number that the process with most has."""

@@ -2,7 +2,6 @@
 
 Promises: unknown keys and ill-typed values are refused with the nearest known key; the base model is a
 pure function of the checkpoint and the recipe, so that a trajectory can be replayed from it.
-May import: training, tasks, reporting, ledger, privacy, perturbation, objectives, shipped,
-values.
+May import: all rooms below it in docs/architecture.md but estimators. Loads transformers.
 Start reading at `recipe.load_recipe`, then `build.build_trainer`.
 """

@@ -1,7 +1,7 @@
 """`ModelArguments`: which checkpoint, head and parameters a recipe fine-tunes.
 
 A recipe is a flat YAML file whose keys are the fields of three dataclasses: `ModelArguments` here,
-`hf_dpzero.tasks.arguments.DataArguments` for the rows, and `hf_dpzero.settings.config.DPZeroConfig`
+`hf_dpzero.tasks.description.DataArguments` for the rows, and `hf_dpzero.settings.config.DPZeroConfig`
 for everything about training and privacy.
 """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_dpzero.tasks import AnyTask
-    from hf_dpzero.tasks.arguments import DataArguments
+    from hf_dpzero.tasks.description import DataArguments
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 

@@ -30,7 +30,7 @@ from transformers import HfArgumentParser
 
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.shipped import SUFFIXES, find_recipe
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 from hf_dpzero.values import listed, nearest, parse_yaml
 
 if TYPE_CHECKING:

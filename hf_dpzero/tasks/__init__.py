@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_dpzero.shipped import shipped_folder
-from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import TaskDescription, read_task
+from hf_dpzero.tasks.description import DataArguments, TaskDescription, read_task
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks.classification import Task
@@ -52,9 +51,9 @@ def build_task(data: DataArguments) -> AnyTask:
     """
     description = description_of(data.task)
     # These load `datasets`, which a command that only names a task does without.
+    from hf_dpzero.tasks.answers import prompted_generation
     from hf_dpzero.tasks.classification import classification_task
     from hf_dpzero.tasks.prompted import prompted_classification
-    from hf_dpzero.tasks.prompted_generation import prompted_generation
 
     if description is not None and description.generates:
         return prompted_generation(data, description)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
-from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import TaskDescription
-from hf_dpzero.tasks.metrics import classification_scores
+from hf_dpzero.tasks.description import DataArguments, TaskDescription
 from hf_dpzero.tasks.quickstart import load_generated
 from hf_dpzero.tasks.rows import (
     TEXT_TYPES,
@@ -23,6 +21,7 @@ from hf_dpzero.tasks.rows import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
     from torch import Tensor
     from transformers import EvalPrediction, PreTrainedTokenizerBase
 
@@ -175,6 +174,46 @@ def _encode(
     first, *second = (tokenizer(*g, truncation=True, max_length=max_length) for g in groups)
     pair = {key + PAIR_SUFFIX: value for columns in second for key, value in columns.items()}
     return {**first, **pair, "labels": rows["label"]}
+
+
+def classification_scores(
+    predictions: ArrayLike, references: ArrayLike, metric: str
+) -> dict[str, float]:
+    """Returns what evaluation of a classification reports.
+
+    Args:
+      predictions: `[N]` integers or booleans, N >= 1.
+      references: the same.
+      metric: "accuracy" or "macro_f1".
+
+    Returns:
+      {"accuracy": the share of equal entries}; if it is the metric also {"macro_f1": the mean over the
+      classes that occur in either of 2 TP / (2 TP + FP + FN)}, as scikit-learn's `average="macro"`.
+
+    Raises:
+      ValueError: no integers, different lengths, or no rows.
+    """
+    predicted, true = np.asarray(predictions), np.asarray(references)
+    for name, classes in (("predictions", predicted), ("references", true)):
+        if classes.size and classes.dtype.kind not in "iub":
+            raise ValueError(
+                f"{name} of dtype {classes.dtype} are not classes; give integers, for logits their "
+                "argmax over the classes."
+            )
+    if predicted.ndim != 1 or predicted.shape != true.shape or not len(predicted):
+        raise ValueError(
+            f"predictions have shape {predicted.shape}, references {true.shape}; give one class a row, "
+            "for at least one row."
+        )
+    predicted, true = predicted.astype(np.int64), true.astype(np.int64)
+    scores = {"accuracy": float(np.mean(predicted == true))}
+    if metric == "macro_f1":
+        by_class = []
+        for label in np.union1d(predicted, true):
+            hits = np.sum((predicted == label) & (true == label))
+            by_class.append(2 * hits / (np.sum(predicted == label) + np.sum(true == label)))
+        scores["macro_f1"] = float(np.mean(by_class))
+    return scores
 
 
 def classification_task(data: DataArguments, known: TaskDescription | None) -> Task:

@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 from hf_dpzero import __version__
-from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.classification import PAD_TO_MULTIPLE_OF, Task
-from hf_dpzero.tasks.description import Prompt, TaskDescription
-from hf_dpzero.tasks.metrics import classification_scores
+from hf_dpzero.tasks.classification import PAD_TO_MULTIPLE_OF, Task, classification_scores
+from hf_dpzero.tasks.description import DataArguments, Prompt, TaskDescription
 from hf_dpzero.tasks.templates import (
     ANSWER,
     MASK,

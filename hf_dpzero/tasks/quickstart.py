@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import datasets
 
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 
 LABEL_NAMES = ("routine", "urgent")
 TRAIN_SIZE, VALIDATION_SIZE = 8192, 1024

@@ -15,8 +15,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import HubSource
+from hf_dpzero.tasks.description import DataArguments, HubSource
 
 _READERS = {
     ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",

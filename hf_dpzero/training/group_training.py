@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import (
-    Filled,
     Inputs,
+    PaddedMicrobatch,
     PerExampleLoss,
     WrappedObjective,
     batch_size,
@@ -130,7 +130,7 @@ class WeighedLosses:
             weight = torch.cat([each[start:stop], each.new_zeros(blanks)])
             places = torch.cat([torch.arange(start, stop), torch.full((blanks,), -1)])
             own = {WEIGHTS: weight, PLACES: places}
-            parts.append(Filled({**part, **own}, stop - start))
+            parts.append(PaddedMicrobatch({**part, **own}, stop - start))
             start = stop
         return parts
 

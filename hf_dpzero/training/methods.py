@@ -35,7 +35,7 @@ from hf_dpzero.estimators.forward_passes import SettleBeforeRead, all_known
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
-from hf_dpzero.objectives.losses import Filled, PerExampleLoss, is_compiled
+from hf_dpzero.objectives.losses import PaddedMicrobatch, PerExampleLoss, is_compiled
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
@@ -162,7 +162,9 @@ class ZerothOrderMethod:
         with self.weights.own_write(), self.reads.own_step():
             differences = self.step(
                 batch["step"],
-                self.lockstep(list(map(Filled, batch["microbatches"], batch["examples"]))),
+                self.lockstep(
+                    list(map(PaddedMicrobatch, batch["microbatches"], batch["examples"]))
+                ),
                 learning_rate,
                 batch["groups"] if self.run.args.clipping == "averaged" else None,
                 batch["row_groups"],
@@ -351,7 +353,7 @@ def _try_stacked(run: Run, shapes: PassShapes, differences: FiniteDifferences) -
     try:
         with isolated_randomness(0):
             found = [
-                differences([Filled(stacked([row] * size), size)], directions)
+                differences([PaddedMicrobatch(stacked([row] * size), size)], directions)
                 for size in shapes.placement.sizes
             ]
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from hf_dpzero.reporting.wording import delta_words
 from hf_dpzero.tasks import build_task
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 
 SECRET = "HIV positive, Jane Roe"
 

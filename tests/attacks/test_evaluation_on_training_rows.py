@@ -20,7 +20,7 @@ from hf_dpzero.checks import evaluation_rows as evaluation_data
 from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.recipes.build import refuse_training_texts
 from hf_dpzero.tasks import build_task
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 
 PRIVATE, PUBLIC = tiny_data(120), tiny_data(200, seed=2)
 

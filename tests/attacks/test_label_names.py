@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from hf_dpzero.tasks import build_task
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 
 NAME = "HIV positive, Jane Roe"
 PUBLIC = ["a", "b", "c"] * 2

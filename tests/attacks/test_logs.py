@@ -18,7 +18,7 @@ from tiny_runs import build
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.hub import public_results
 from hf_dpzero.tasks import build_task
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 
 SHORT, LONG = "it rained", "it rained " * 60
 RELEASED = {"released_value", "released_signal"}

@@ -18,7 +18,7 @@ pytest.importorskip("opacus")
 from hf_dpzero.estimators import ghost_clipping, per_example_gradients
 from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.objectives.losses import Filled
+from hf_dpzero.objectives.losses import PaddedMicrobatch
 from hf_dpzero.privacy.mechanisms.gradient import CLIP_MARGIN, clip_factors
 
 Batch = Mapping[str, Tensor]
@@ -343,7 +343,7 @@ def test_rows_that_are_no_examples_weigh_nothing(kind, rows):
         return model.layer(inputs["row"]).square().sum(dim=1)
 
     def total(count: int, row: Tensor) -> tuple[list[Tensor], Tensor]:
-        part = Filled({"row": row}, count)
+        part = PaddedMicrobatch({"row": row}, count)
         return kind(model, objective).weighted_sum([part], lambda norms: 1 / norms)
 
     row = LAYER_BATCH["row"][:rows]

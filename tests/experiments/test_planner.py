@@ -17,7 +17,7 @@ from hf_dpzero.experiments.memory import SHAPES, MetaModel
 from hf_dpzero.experiments.plan import gib
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 
 TINY = {
     "model_type": "roberta", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 4,

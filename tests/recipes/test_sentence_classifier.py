@@ -33,8 +33,8 @@ from hf_dpzero.recipes.sentence_classifier import (
     precompute_features,
 )
 from hf_dpzero.tasks import build_task
-from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.classification import Task
+from hf_dpzero.tasks.description import DataArguments
 
 WIDTH = 16
 BOTH = pytest.mark.parametrize("pairing", ["joint", "siamese"])

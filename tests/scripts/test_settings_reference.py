@@ -14,7 +14,7 @@ from hf_dpzero.reporting.hub import NESTED_SETTINGS, OWN_SETTINGS
 from hf_dpzero.settings.hf_arguments import FIELDS
 from hf_dpzero.settings.nested import NESTED
 from hf_dpzero.settings.setting import settings_of
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 from scripts.setting_costs import COSTS, INHERITED
 from scripts.settings_reference import PAGE, WORDS, own_fields, page, what_they_do
 

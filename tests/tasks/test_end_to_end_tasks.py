@@ -22,7 +22,7 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives import prompted
 from hf_dpzero.objectives.losses import IGNORE_INDEX
 from hf_dpzero.tasks import build_task
-from hf_dpzero.tasks.arguments import DataArguments
+from hf_dpzero.tasks.description import DataArguments
 from hf_dpzero.tasks.prompted import PromptedClassification
 
 DATA = Path(__file__).resolve().parents[1] / "data"

@@ -17,15 +17,15 @@ from tokenizer_families import CAUSAL, Slow, bert, llama
 from transformers import EvalPrediction
 
 from hf_dpzero.tasks import BENCHMARKS, build_task, description_of, prompted
-from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.prompted import CandidateCollator, LabelWordCollator, PromptedClassification
-from hf_dpzero.tasks.prompted_generation import (
+from hf_dpzero.tasks.answers import (
     AnswerCollator,
     PromptedGeneration,
     decoded_answer,
     gold_answers,
     stop_tokens,
 )
+from hf_dpzero.tasks.description import DataArguments
+from hf_dpzero.tasks.prompted import CandidateCollator, LabelWordCollator, PromptedClassification
 from hf_dpzero.tasks.templates import mask_word_ids
 
 KINDS = ("masked_lm", "causal_lm")

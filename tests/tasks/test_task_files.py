@@ -13,8 +13,8 @@ from tiny_language_models import opt_tokenizer
 
 from hf_dpzero import tasks
 from hf_dpzero.tasks import BENCHMARKS, TASKS, build_task, description_of, register_task
-from hf_dpzero.tasks.arguments import DataArguments
 from hf_dpzero.tasks.description import (
+    DataArguments,
     HubSource,
     Prompt,
     TaskDescription,

@@ -17,8 +17,7 @@ from tiny_language_models import word_tokenizer
 from transformers import EvalPrediction
 
 from hf_dpzero.tasks import build_task, quickstart
-from hf_dpzero.tasks.arguments import DataArguments
-from hf_dpzero.tasks.description import HubSource
+from hf_dpzero.tasks.description import DataArguments, HubSource
 from hf_dpzero.tasks.rows import load_splits
 
 DATA = Path(__file__).resolve().parents[1] / "data"

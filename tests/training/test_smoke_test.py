@@ -110,7 +110,7 @@ def test_a_loss_that_counts_may_not_move_at_all(tmp_path):
         def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
             return (sequence_classification_objective(model, inputs) > 0.69).float()
 
-        def trial(self, model: nn.Module, inputs: Any) -> Tensor:
+        def comparison_loss(self, model: nn.Module, inputs: Any) -> Tensor:
             return by_place(1e-6)(model, inputs)
 
     assert 8 not in checked(tmp_path, Counts(), clip=1e6).shapes.placement.sizes

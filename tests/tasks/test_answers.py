@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from sklearn.metrics import f1_score
 
-from hf_dpzero.tasks.metrics import (
+from hf_dpzero.tasks.answers import (
     answer_f1,
     answer_scores,
-    classification_scores,
     drop_normalized,
     evaluate_metric,
     squad_normalized,
 )
+from hf_dpzero.tasks.classification import classification_scores
 
 
 def test_accuracy_is_the_share_of_equal_entries():
