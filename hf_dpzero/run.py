@@ -1,8 +1,8 @@
 """One training, as its checks, steps, files and processes see it. Knows nothing of Trainer.
 
 `DPZeroMixin.train` makes a `Run` and fills it in, in this order: checks and the objective, shapes and
-mesh of the forward passes (`training.start`), ledger and keys (`run_folder`), then the method, which
-takes the steps. A federated replica makes one too, whose ledger is another's.
+mesh of the forward passes (`training.methods.prepare`), ledger and keys (`run_folder`), then the
+method, which takes the steps. A federated replica makes one too, whose ledger is another's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, WrappedObjective
@@ -128,6 +129,11 @@ class Run:
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     compared: bool = False
     _method: Method | None = None
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run keeps its files; `args.output_dir` may be None in Hugging Face's types."""
+        return Path(str(self.args.output_dir))
 
     @property
     def rows(self) -> Rows:

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification, default_data_collator
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    TrainerCallback,
+    default_data_collator,
+)
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
 from hf_dpzero.recipes.recipe import merged
 
 KEY = "ab" * 32
+SECRET: dict[str, Any] = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
+"""Batches and noise are the operating system's, so the run is private."""
+
+
+class StopAt(TrainerCallback):
+    """Ends training after some steps; with an error by raising it before the next one begins."""
+
+    def __init__(self, step: int, error: type[BaseException] | None = None) -> None:
+        self.step, self.error = step, error
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if self.error is not None and state.global_step >= self.step:
+            raise self.error
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if self.error is None:
+            control.should_training_stop = state.global_step >= self.step
+
+
+def stopping(step: int, error: type[BaseException] | None = None) -> dict[str, Any]:
+    """`trainer_settings` of a run that ends so."""
+    return {"callbacks": [StopAt(step, error)]}
 
 
 def tiny_model(seed: int = 0, **config) -> BertForSequenceClassification:

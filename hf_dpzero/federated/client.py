@@ -34,8 +34,7 @@ from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.objectives.losses import PaddedMicrobatch, num_examples
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 from hf_dpzero.run_folder.keys import digest_of_rows
-from hf_dpzero.training import start
-from hf_dpzero.training.methods import ZerothOrderMethod
+from hf_dpzero.training.methods import ZerothOrderMethod, prepare
 
 if TYPE_CHECKING:
     from hf_dpzero.run import Dataset
@@ -59,7 +58,7 @@ class Replica:
 
     def __init__(self, trainer: DPZeroTrainer) -> None:
         self.trainer, self.run = trainer, trainer._new_run()
-        start.prepare(self.run)
+        prepare(self.run)
 
     def follow(self, contract: Mapping[str, Any]) -> None:
         """Snaps the base weights to the contract's grid; from then on the replica is at round 0."""

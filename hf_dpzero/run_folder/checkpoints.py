@@ -106,9 +106,9 @@ def save_checkpoint(run: Run, state: TrainerState, write: Callable[[str], None])
     """
     from safetensors import SafetensorError
 
-    folder = str(run.args.output_dir)
+    folder = run.output_dir
     name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    draft, place = Path(folder) / UNFINISHED / name, Path(folder) / name
+    draft, place = folder / UNFINISHED / name, folder / name
     saves = run.args.should_save
     if saves:
         shutil.rmtree(draft, ignore_errors=True)  # a crash may have left it
@@ -117,7 +117,7 @@ def save_checkpoint(run: Run, state: TrainerState, write: Callable[[str], None])
         write(str(draft.parent))
         if state.best_global_step:  # Trainer looked for the best one among the unfinished
             best = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            if best == name or (Path(folder) / best).is_dir():
+            if best == name or (folder / best).is_dir():
                 state.best_model_checkpoint = os.path.join(folder, best)
         collectives.wait()  # every process writes the state of its random generators
         if saves and draft.is_dir():

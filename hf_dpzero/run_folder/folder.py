@@ -141,7 +141,7 @@ def start_or_resume(
     """
     if not resumes:
         return _start(run, header)
-    folder = Path(str(run.args.output_dir))
+    folder = run.output_dir
     path = folder / LEDGER_NAME
     if not path.exists():
         own = folder if checkpoint is None else Path(checkpoint).resolve().parent
@@ -179,7 +179,7 @@ def _start(run: Run, header: dict[str, Any]) -> RunState:
         "forward_passes": forward_passes(run.shapes),
         "processes": mesh_words(run.mesh, run.sharded),
     }
-    folder = Path(str(run.args.output_dir))
+    folder = run.output_dir
     path = folder / LEDGER_NAME
     if not path.exists():  # one that exists is refused below, for what it is
         refuse_lost_releases(folder, None)
@@ -215,7 +215,7 @@ def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> 
 
     def write() -> None:
         if run.plan.mechanism.replayable:
-            write_initial_values(str(run.args.output_dir), run.model, compared, digest)
+            write_initial_values(run.output_dir, run.model, compared, digest)
 
     on_first_of(run.model, write)
 

@@ -128,7 +128,7 @@ def open_keys(run: Run) -> RunKeys:
     given = run.args.testing.sampler_key
     if not isinstance(run.plan.sampler, FixedBatchesSampler):
         return RunKeys(draw_sampler_key(given))
-    file = Path(str(run.args.output_dir)) / FOLDER / FILE
+    file = run.output_dir / FOLDER / FILE
     taken: int = run.opened.next_step
     began: str = run.header["direction_key"]
 

@@ -1,6 +1,6 @@
-"""The two kinds of training: zeroth-order steps in place, and noised gradients for torch's optimizers.
+"""What happens before step 0, then the two kinds of training: steps in place, or noised gradients.
 
-Both keep the same ledger under the same plan.
+Both kinds keep the same ledger under the same plan.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import LogicalBatch
 from hf_dpzero.batches.shapes import PassShapes, stacked
+from hf_dpzero.checks import passes
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
 from hf_dpzero.checks.passes import blank_microbatch, invented_rows, smallest_clip_and_scale
-from hf_dpzero.checks.precision import low_precision
+from hf_dpzero.checks.precision import keep_layout_, low_precision
 from hf_dpzero.checks.processes import check_strategy, check_weights
 from hf_dpzero.checks.public_rows import (
     check_differences,
@@ -28,22 +29,28 @@ from hf_dpzero.checks.public_rows import (
     public_microbatches,
 )
 from hf_dpzero.checks.smoke_test import ROOM
+from hf_dpzero.checks.table import run_checks
 from hf_dpzero.estimators import precision_diagnostics
+from hf_dpzero.estimators.arithmetic import compile_
 from hf_dpzero.estimators.choose_strategy import choose_strategy
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import SettleBeforeRead, all_known
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
+from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import PaddedMicrobatch, PerExampleLoss, is_compiled
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
+from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
+from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.folder import discard_unused
 from hf_dpzero.settings.defaults import steps_that_follow
-from hf_dpzero.settings.schedules import smoothing_of_steps
+from hf_dpzero.settings.plan_of import extension_warning
+from hf_dpzero.settings.schedules import judge_schedule, smoothing_of_steps
 from hf_dpzero.training.first_order_step import (
     FirstOrderStep,
     Gradients,
@@ -55,6 +62,32 @@ from hf_dpzero.training.signal import ReleasedSignal
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
+
+
+def prepare(run: Run) -> None:
+    """Makes the checks before step 0; chooses the objective, what trains, passes and mesh; compiles.
+
+    Nothing of it is released.
+
+    Raises:
+      ValueError: what cannot be accounted or would break the guarantee; says what to change.
+    """
+    model, args = run.model, run.args
+    keep_layout_(model)
+    select_trainable(model, args.trainable)
+    run_checks(run, "model")
+    if run.objective is None:
+        run.objective = smoothed(select_objective(model), args.label_smoothing_factor)
+    run.cut_model()  # before the checks that evaluate: their passes are those of the steps
+    run_checks(run, "objective")
+    if collectives.is_main():
+        judge_schedule(run.plan, run.delta)
+        extended = extension_warning(run.plan, args.target_epsilon, run.delta)
+        for warning in filter(None, (group_warning(run.plan), extended, run.rate_hint)):
+            logger.warning(warning)
+    run.shapes = passes.shapes_of(run)
+    compile_(model, args, run.shapes is not None, run.resources)
+    run_checks(run, "passes")
 
 
 class ZerothOrderMethod:

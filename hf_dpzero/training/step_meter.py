@@ -8,10 +8,9 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from hf_dpzero.parallel.collectives import sent_bytes
 
@@ -35,15 +34,17 @@ class StepMeter(TrainerCallback):
         self._sent_before = 0
         self._since: float | None = None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, *_: object, **__: object) -> None:
         """Forgets the peak so far and starts the clock."""
         self.device = self.device or args.device
         forget_peak(self.device)
-        _synchronize(self.device)
+        _synchronize(
+            self.device
+        )  # kernels run behind Python: what is queued belongs to what came before
         self._sent_before = sent_bytes()
         self._since = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *_: object, **__: object) -> None:
         """Stops the clock and keeps the peak if it is the highest."""
         if self._since is None or self.device is None:
             return

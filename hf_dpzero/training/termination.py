@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -103,7 +102,7 @@ def say(run: Run, error: BaseException) -> None:
     ledger, plan = run.ledger, run.plan
     if ledger is None or not collectives.is_main():
         return
-    kept = complete_checkpoints(Path(str(run.args.output_dir)))
+    kept = complete_checkpoints(run.output_dir)
     last, at = (str(kept[-1]), step_of(kept[-1])) if kept else ("the base model", 0)
     lost = ledger.next_step - at
     way = "resume_from_checkpoint=True goes on from"

@@ -42,13 +42,14 @@ from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import copied, learning_rate, rate_hint, resolve
 from hf_dpzero.settings.row_groups import row_groups
-from hf_dpzero.training import progress, start, termination
+from hf_dpzero.training import progress, termination
 from hf_dpzero.training.group_training import group_logs
 from hf_dpzero.training.inputs import by_name, checked_config, load_inputs
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
     LearningRates,
     ZerothOrderMethod,
+    prepare,
     private_diagnostics,
 )
 from hf_dpzero.training.publishing import Decided, PublishingTrainer
@@ -277,7 +278,7 @@ class DPZeroMixin(PublishingTrainer):
             run.row_groups = row_groups(run.plan.groups, column, self.train_dataset)
         check_uploads(run.plan, self.callback_handler.callbacks)
         with run.resources:
-            start.prepare(run)
+            prepare(run)
             self._besides.check()
             for caveat in base_caveats(self.earlier_runs):
                 logger.warning(caveat)

@@ -18,7 +18,7 @@ from hf_dpzero.batches.shapes import PassShapes, widened
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
-from hf_dpzero.training.start import prepare
+from hf_dpzero.training.methods import prepare
 
 
 def collate(lengths: list[int]) -> Any:

@@ -21,7 +21,7 @@ from transformers import (
 from hf_dpzero.batches.shapes import PassShapes, unmasked
 from hf_dpzero.checks.precision import check_precision, couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.training.start import prepare
+from hf_dpzero.training.methods import prepare
 
 
 def tiny_opt() -> OPTForSequenceClassification:

@@ -19,7 +19,7 @@ from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.training.start import prepare
+from hf_dpzero.training.methods import prepare
 
 U = Direction(5, 0, 0)
 INDUCTOR = pytest.param(
