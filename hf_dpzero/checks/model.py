@@ -19,7 +19,7 @@ from hf_dpzero.estimators.ghost_clipping import opacus_rules
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.parallel.offload import accelerate_hooks
-from hf_dpzero.perturbation.trainable import check_dtype, check_storage
+from hf_dpzero.perturbation.trainable import PROMPT, check_dtype, check_storage
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -125,7 +125,7 @@ def check_adapters(model: nn.Module) -> None:
     if not hasattr(model, "peft_config"):
         return
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    prefix = getattr(model.base_model, "prefix", "prompt_encoder")  # of PEFT's names, e.g. "lora_"
+    prefix = getattr(model.base_model, "prefix", PROMPT)  # of PEFT's names, e.g. "lora_"
     unused = [name for name in names if ".original_module." in name]
     if unused or not any(str(prefix) in name for name in names):
         what = "of which PEFT runs a copy" if unused else "and no parameter of the adapter"

@@ -10,7 +10,8 @@ from transformers.utils import logging
 
 from hf_dpzero.objectives.losses import PerExampleLoss
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.hf_arguments import refuse_fields
+from hf_dpzero.settings.hf_arguments import refused_fields
+from hf_dpzero.settings.setting import refuse
 
 logger = logging.get_logger(__name__)
 
@@ -76,7 +77,7 @@ def refuse_overrides(trainer: Trainer, loss: PerExampleLoss | None, begun: bool)
     """
     args = trainer.args
     assert isinstance(args, DPZeroConfig)
-    refuse_fields(args)
+    refuse(refused_fields(args))
     if loss is None:
         _check_losses(trainer)
     if not begun:

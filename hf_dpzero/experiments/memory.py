@@ -26,7 +26,7 @@ from hf_dpzero.estimators.per_example_gradients import DENSE_BYTES
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.prompted import selected_logits
-from hf_dpzero.perturbation.trainable import select_trainable
+from hf_dpzero.perturbation.trainable import is_prompt, select_trainable
 from hf_dpzero.recipes.adapters import prefix_config, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.models import LANGUAGE_MODELS
@@ -239,8 +239,7 @@ class MetaModel:
         layers = max(sizes, key=lambda name: sizes[name])
         names = [name for name, _ in model.named_parameters()]
         last = max(i for i, name in enumerate(names) if name.startswith(f"{layers}."))
-        # A prefix comes last in the model and first in a pass.
-        before = {name for i, name in enumerate(names) if i <= last or "prompt_encoder" in name}
+        before = {name for i, name in enumerate(names) if i <= last or is_prompt(name)}
         return not any(p.requires_grad for name, p in model.named_parameters() if name in before)
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from hf_dpzero.perturbation.sharding import local
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROMPT = "prompt_encoder"
+"""What PEFT calls the parameters of a prompt or prefix, which have no prefix of their own as "lora_"."""
 
 
 def select_trainable(model: nn.Module, pattern: str | None) -> None:
@@ -53,6 +55,11 @@ def num_trainable(model: nn.Module, pattern: str | None) -> int:
 def is_trained(name: str, parameter: Tensor, pattern: str | None) -> bool:
     """Whether `select_trainable` leaves a parameter trainable."""
     return parameter.requires_grad if pattern is None else bool(re.search(pattern, name))
+
+
+def is_prompt(name: str) -> bool:
+    """Whether a parameter is a prompt or prefix of PEFT's: listed last, and read by the first layer."""
+    return PROMPT in name.split(".")
 
 
 def check_trainable(named: Sequence[tuple[str, Tensor]]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from transformers import TrainingArguments
@@ -17,10 +19,11 @@ from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.settings import hf_arguments
 from hf_dpzero.settings.defaults import fill_in
 from hf_dpzero.settings.fields import CLIPPINGS, OwnFields
-from hf_dpzero.settings.nested import FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
+from hf_dpzero.settings.hf_arguments import refused_fields
+from hf_dpzero.settings.nested import ADAMW, FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
 from hf_dpzero.settings.plan_of import groups_of, plan_of, sampler_of
 from hf_dpzero.settings.schedules import factors_of
-from hf_dpzero.settings.setting import check_settings
+from hf_dpzero.settings.setting import out_of_range, ranges_of, refuse
 
 logger = logging.get_logger(__name__)
 
@@ -43,14 +46,12 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         for name, kind in NESTED.items():
             setattr(self, name, kind.read(name, getattr(self, name)))
         fill_in(self)
-        check_settings(self)
-        hf_arguments.check_values(self)
-        self._check_clipping()
-        self._check_privacy_settings()
-        self._check_correlated_noise()
-        self._check_rates()
-        groups_of(self)
-        self._check_training_settings()
+        parts = [("", self), *((f"{name}.", getattr(self, name)) for name in NESTED)]
+        wrong = (out_of_range(part, ranges_of(part), prefix) for prefix, part in parts)
+        refuse([*chain.from_iterable(wrong), *hf_arguments.wrong_values(self)])
+        # Only of values in range: these compare and multiply them.
+        refuse(chain(self._budget(), self._method(), self._steps(), refused_fields(self)))
+        self._warn()
         warning = hf_arguments.warning(self)
         self.ignore_data_skip = True  # batches are a function of the step: nothing to skip
         if self.method in SGD:
@@ -107,59 +108,100 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         """True if the method neither clips nor adds noise."""
         return self.method in NOT_PRIVATE
 
-    def _check_privacy_settings(self) -> None:
-        delta = self.target_delta
-        if delta == 0 and self.noise_distribution != "laplace":
-            raise ValueError(f"target_delta={delta!r} must be a number in (0, 1), e.g. 1e-5.")
+    def _budget(self) -> Iterator[str]:
+        """Says what has no account, whatever the data."""
+        if self.target_delta == 0 and self.noise_distribution != "laplace":
+            yield "target_delta=0 must be a number in (0, 1), e.g. 1e-5."
         if not self.not_private and (self.target_epsilon is None) == (
             self.noise_multiplier is None
         ):
-            raise ValueError(
+            yield (
                 f"target_epsilon={self.target_epsilon} and noise_multiplier={self.noise_multiplier}: "
                 "give exactly one of them (or method='mezo', 'sgd' or 'adamw' for a run that "
                 "is not private)."
             )
-        if self.sampling == "truncated_poisson" and self.max_batch_size is None:
-            raise ValueError("sampling='truncated_poisson' needs max_batch_size, e.g. 2 B.")
-        if self.max_batch_size is not None and self.sampling != "truncated_poisson":
-            raise ValueError(
+        truncated = self.sampling == "truncated_poisson"
+        if truncated and self.max_batch_size is None:
+            yield "sampling='truncated_poisson' needs max_batch_size, e.g. 2 B."
+        if self.max_batch_size is not None and not truncated:
+            yield (
                 f"max_batch_size={self.max_batch_size} is for sampling='truncated_poisson'; a cap on "
                 f"sampling={self.sampling!r} would not be the sampler that is accounted."
             )
-
-    def _check_correlated_noise(self) -> None:
-        """Refuses what has no account whatever the data, before there is any."""
-        kind = self.correlated_noise.kind
-        if kind == "none":
-            return
-        if self.method == "dpzero" and self.correlated_noise.hold_direction_for == 1:
-            raise ValueError(
-                f"correlated_noise.kind={kind!r} with method='dpzero' and a fresh direction in each "
-                "step does harm: the noise of a step lies along its own direction, nearly "
+        correlated = self.correlated_noise.kind
+        held = self.method != "dpzero" or self.correlated_noise.hold_direction_for > 1
+        if correlated != "none" and not held:
+            yield (
+                f"correlated_noise.kind={correlated!r} with method='dpzero' and a fresh direction in "
+                "each step does harm: the noise of a step lies along its own direction, nearly "
                 "orthogonal to those of other steps, so nothing cancels and the noise is only "
                 "larger. Set correlated_noise.hold_direction_for, e.g. to 64, or leave "
                 "correlated_noise out."
             )
-        if self.sampling != "fixed_batches":
-            raise ValueError(
-                f"correlated_noise.kind={kind!r} with sampling={self.sampling!r}: its account needs "
-                "to know in which steps an example takes part, and amplification by sampling does "
-                "not hold for noise that is correlated over steps. Use sampling='fixed_batches' "
+        if correlated != "none" and self.sampling != "fixed_batches":
+            yield (
+                f"correlated_noise.kind={correlated!r} with sampling={self.sampling!r}: its account "
+                "needs to know in which steps an example takes part, and amplification by sampling "
+                "does not hold for noise that is correlated over steps. Use sampling='fixed_batches' "
                 "(each example once an epoch, no amplification claimed)."
             )
+        try:
+            groups_of(self)
+        except ValueError as error:
+            yield str(error)
 
-    def _check_rates(self) -> None:
-        if self.max_steps > 0:
-            self._check_warmup(self.max_steps)
-        if self.learning_rate == 0:
-            logger.warning("learning_rate=0: no step moves the weights, and the budget is spent.")
+    def _method(self) -> Iterator[str]:
+        """Says which settings the method does not take."""
+        method = self.method
+        if method not in CLIPPINGS[self.clipping]:
+            yield (
+                f"clipping={self.clipping!r} with method={method!r}: it is for "
+                f"{', '.join(CLIPPINGS[self.clipping])}; use clipping='fixed'."
+            )
+        scalar = method in ("dpzero", *NOT_PRIVATE) and self.clipping == "fixed"
+        if self.noise_distribution != "gaussian" and not scalar:
+            yield (
+                f"noise_distribution={self.noise_distribution!r} is for method='dpzero' with "
+                f"clipping='fixed', not for {method!r} with {self.clipping!r}: use 'gaussian'."
+            )
+        if self.update_rule != "sgd" and method not in ("dpzero", "mezo"):
+            yield (
+                f"update_rule={self.update_rule!r} works on released scalars, which "
+                f"method={method!r} has none of: use 'sgd' (first-order methods take theirs from "
+                "optim)."
+            )
+        if method in ADAMW and not self.optim_name.startswith("adamw"):
+            yield (
+                f"optim={self.optim_name!r} with method={method!r}: use one of the adamw "
+                "optimizers, or method='dp-sgd' (then optim is sgd)."
+            )
+
+    def _steps(self) -> Iterator[str]:
+        """Says which settings of the steps contradict each other or cannot be read."""
+        if 0 < self.max_steps < self.warmup_steps:
+            yield self._long_warmup(self.max_steps)
         decay = (self.learning_rate or 0.0) * self.weight_decay
         if decay >= 1:
-            raise ValueError(
+            yield (
                 f"learning_rate={self.learning_rate} times weight_decay={self.weight_decay} is "
                 f"{decay:g}: a step would decay the weights through zero; their product must be "
                 "below 1."
             )
+        try:
+            re.compile(self.trainable or "")
+        except re.error as error:
+            yield f"trainable={self.trainable!r} is no regular expression: {error}."
+
+    def _long_warmup(self, steps: int) -> str:
+        return (
+            f"warmup_steps={self.warmup_steps} is more than the run's {steps} steps, so "
+            "learning_rate would never be reached: lower it, or give a share of the "
+            "steps, e.g. 0.1."
+        )
+
+    def _warn(self) -> None:
+        if self.learning_rate == 0:
+            logger.warning("learning_rate=0: no step moves the weights, and the budget is spent.")
         if self.smoothing < FINEST_SMOOTHING and not self.first_order:
             logger.warning(
                 f"smoothing={self.smoothing} is finer than float32 resolves: losses near 1 are "
@@ -167,50 +209,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
                 f"{6e-8 / self.smoothing:.2g}, and weights near 1 may not move at all. Use at least "
                 "1e-5."
             )
-
-    def _check_warmup(self, steps: int) -> None:
-        if self.warmup_steps > steps:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} is more than the run's {steps} steps, so "
-                "learning_rate would never be reached: lower it, or give a share of the "
-                "steps, e.g. 0.1."
-            )
-
-    def _check_clipping(self) -> None:
-        if self.method not in CLIPPINGS[self.clipping]:
-            raise ValueError(
-                f"clipping={self.clipping!r} with method={self.method!r}: it is for "
-                f"{', '.join(CLIPPINGS[self.clipping])}; use clipping='fixed'."
-            )
-        if self.noise_distribution != "gaussian" and (
-            self.method not in ("dpzero", *NOT_PRIVATE) or self.clipping != "fixed"
-        ):
-            raise ValueError(
-                f"noise_distribution={self.noise_distribution!r} is for method='dpzero' with "
-                f"clipping='fixed', not for {self.method!r} with {self.clipping!r}: use 'gaussian'."
-            )
-
-    def _check_training_settings(self) -> None:
-        self._update_rule()
-        if self.update_rule != "sgd" and self.method not in ("dpzero", "mezo"):
-            raise ValueError(
-                f"update_rule={self.update_rule!r} works on released scalars, which "
-                f"method={self.method!r} has none of: use 'sgd' (first-order methods take theirs from "
-                "optim)."
-            )
-        hf_arguments.refuse_fields(self)
-        if self.method in ("adamw", "dp-adamw") and not self.optim_name.startswith("adamw"):
-            raise ValueError(
-                f"optim={self.optim_name!r} with method={self.method!r}: use one of the adamw "
-                "optimizers, or method='dp-sgd' (then optim is sgd)."
-            )
-        if self.trainable is not None:
-            try:
-                re.compile(self.trainable)
-            except re.error as error:
-                raise ValueError(
-                    f"trainable={self.trainable!r} is no regular expression: {error}."
-                ) from None
 
     @property
     def physical_batch_size(self) -> int:
@@ -222,7 +220,8 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         if self.max_steps > 0:
             return int(self.max_steps)
         steps = math.ceil(self.num_train_epochs * sampler_of(self, num_examples).steps_per_epoch)
-        self._check_warmup(steps)
+        if self.warmup_steps > steps:
+            raise ValueError(self._long_warmup(steps))
         return steps
 
     def delta(self, num_examples: int) -> float:
@@ -275,10 +274,8 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             settings["smoothing_schedule"] = schedule.to_dict()
         if self.correlated_noise.hold_direction_for != 1:
             settings["hold_direction_for"] = self.correlated_noise.hold_direction_for
-        return {**settings, "update_rule": self._update_rule().to_dict()}
-
-    def _update_rule(self) -> UpdateRule:
-        return UpdateRule(self.update_rule, self.momentum, self.update_window)
+        rule = UpdateRule(self.update_rule, self.momentum, self.update_window)
+        return {**settings, "update_rule": rule.to_dict()}
 
     @property
     def optim_name(self) -> str:

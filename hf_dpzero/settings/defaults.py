@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_dpzero.perturbation.trainable import is_trained
+from hf_dpzero.perturbation.trainable import is_prompt, is_trained
 from hf_dpzero.privacy.correlated.correlation import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.settings.nested import NESTED
@@ -107,8 +107,7 @@ def evaluated_again(model: nn.Module, pattern: str | None) -> int:
     """
     named = list(model.named_parameters())
     trained = [i for i, (name, p) in enumerate(named) if is_trained(name, p, pattern)]
-    # PEFT lists a trained prompt or prefix last, and the whole body reads it.
-    prompted = any(named[i][0].startswith("prompt_encoder.") for i in trained)
+    prompted = any(is_prompt(named[i][0]) for i in trained)
     first = 0 if prompted else min(trained, default=0)
     return sum(p.numel() for _, p in named[first:])
 

@@ -35,6 +35,7 @@ from hf_dpzero.settings.setting import (
     NOT_NEGATIVE,
     POSITIVE,
     Allowed,
+    out_of_range,
     settings_of,
 )
 
@@ -60,171 +61,112 @@ class Use(NamedTuple):
     where: str = ""
 
 
-_AS_IN_TRAINER = """
-output_dir max_steps learning_rate lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay bf16 tf32
-use_cache logging_strategy logging_steps logging_first_step logging_dir log_on_each_node log_level
-log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
-trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size
-prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object
-eval_accumulation_steps include_for_metrics batch_eval_metrics save_strategy save_steps
-save_on_each_node save_total_limit push_to_hub hub_token hub_model_id metric_for_best_model
-greater_is_better restore_callback_states_from_checkpoint use_cpu dataloader_num_workers
-remove_unused_columns ddp_backend ddp_timeout do_train do_eval do_predict resume_from_checkpoint
-local_rank
-""".split()  # noqa: SIM905
-
-_EVALUATION_ONLY = Use(OTHER, "in evaluation only: training has a data loader of its own")
-_GENERATION = Use(WORKS, "of DPZeroSeq2SeqConfig, with a trainer that is a Seq2SeqTrainer")
-_ONE_PROCESS_GROUP = Use(UNUSED, "steps do not run DistributedDataParallel")
-_CHECKPOINTING = (
-    Use(
-        REFUSED,
-        "runs layers twice, which per-example gradients do not follow: turn it off and lower "
-        "microbatch_size.",
-        ("dp-sgd", "dp-adamw"),
-    ),
-    Use(UNUSED, "there is no backward pass", ZEROTH_ORDER),
-    Use(UNUSED, "steps run in eval mode, where models do not checkpoint"),
-)
-_COMPILED = (
-    Use(
-        WORKS, "train() refuses compiled models of dp-sgd and dp-adamw (unless clipping='averaged')"
-    ),
-)
-_CASTS = Use(
-    REFUSED,
-    "casts the model itself in evaluate(), which then is not what the trajectory ends in: leave it "
-    "False, and load the saved model in that dtype to evaluate it with a plain Trainer.",
-)
-_SHARDS = Use(
-    REFUSED,
-    "shards or copies parameters in ways that the in-place perturbation does not follow: run on one "
-    "device or with plain data parallelism (accelerate launch).",
-)
-
-FIELDS: dict[str, tuple[Use, ...]] = {
-    **{name: (Use(WORKS),) for name in _AS_IN_TRAINER},
-    "num_train_epochs": (
-        Use(WORKS, "ceil(n / expected_batch_size) steps an epoch; each row takes part about once"),
-    ),
-    "lr_scheduler_type": (
-        Use(WORKS, "also those that follow a metric: evaluation data is public, and rates are logged"),
-    ),
-    "label_smoothing_factor": (
-        Use(WORKS, "of the model's own classification and token losses, example by example"),
-    ),
-    "seed": (
-        Use(WORKS, "seeds the global generators; batches, directions and noise have keys of their own"),
-    ),
-    "full_determinism": (Use(WORKS, "the sampler's key and the noise stay secret and random"),),
-    "ignore_data_skip": (Use(WORKS, "always on: batches are a function of the step's number"),),
-    "hub_private_repo": (Use(WORKS, "True where it is not given"),),
-    "per_device_train_batch_size": (
-        Use(
-            UNUSED,
-            "the batch of a step is expected_batch_size, and a forward pass has at most "
-            "microbatch_size examples",
-        ),
-    ),
-    "save_only_model": (Use(OTHER, "resuming from its checkpoints is refused"),),
+_WORKS = {
+    "output_dir max_steps learning_rate lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay bf16 "
+    "tf32 use_cache logging_strategy logging_steps logging_first_step logging_dir log_on_each_node "
+    "log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id "
+    "trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay "
+    "per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches "
+    "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
+    "save_strategy save_steps save_on_each_node save_total_limit push_to_hub hub_token hub_model_id "
+    "metric_for_best_model greater_is_better restore_callback_states_from_checkpoint use_cpu "
+    "dataloader_num_workers remove_unused_columns ddp_backend ddp_timeout do_train do_eval do_predict "
+    "resume_from_checkpoint local_rank": "",
+    "num_train_epochs": "ceil(n / expected_batch_size) steps an epoch; each row takes part about once",
+    "lr_scheduler_type": "also those that follow a metric: evaluation data is public, and rates are "
+    "logged",
+    "label_smoothing_factor": "of the model's own classification and token losses, example by example",
+    "seed": "seeds the global generators; batches, directions and noise have keys of their own",
+    "full_determinism": "the sampler's key and the noise stay secret and random",
+    "ignore_data_skip": "always on: batches are a function of the step's number",
+    "hub_private_repo": "True where it is not given",
+    "torch_compile torch_compile_backend torch_compile_mode": "train() refuses compiled models of "
+    "dp-sgd and dp-adamw (unless clipping='averaged')",
+    "predict_with_generate generation_max_length generation_num_beams generation_config": "of "
+    "DPZeroSeq2SeqConfig, with a trainer that is a Seq2SeqTrainer",
+    "hub_revision": "an existing branch",
+}
+_OTHER = {
+    "save_only_model": "resuming from its checkpoints is refused",
+    "logging_nan_inf_filter": "in evaluation only: the training loss is not logged",
+    "label_names": "for evaluation, and columns to keep; what is trained on is the head's objective",
+    "accelerator_config dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers "
+    "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order": "in evaluation "
+    "only: training has a data loader of its own",
+}
+_UNUSED = {
+    "per_device_train_batch_size": "the batch of a step is expected_batch_size, and a forward pass has "
+    "at most microbatch_size examples",
+    "optim_target_modules": "trainable chooses the parameters",
+    "average_tokens_across_devices": "a loss is the mean over its own row's tokens, eval_loss over "
+    "those of batches",
+    "activation_checkpointing_kwargs gradient_checkpointing_kwargs": "no method checkpoints",
+    "liger_kernel_config": "use_liger_kernel is refused",
+    "torch_empty_cache_steps": "steps do not empty the cache",
+    "data_seed": "batches are drawn with a secret key; tests set testing.sampler_key",
+    "length_column_name": "batches are not grouped by length",
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": "steps do "
+    "not run DistributedDataParallel",
+    "hub_always_push": "nothing is pushed before training ends",
+    "sortish_sampler": "transformers does not read it either",
+}
+_REFUSED = {
+    "gradient_accumulation_steps": "would split a logical batch; leave it at 1 (in accelerator_config "
+    "too) and set microbatch_size (memory) and expected_batch_size (privacy).",
+    "auto_find_batch_size": "would repeat steps: set microbatch_size instead.",
+    "train_sampling_strategy": "is not a sampler that is accounted: leave it at 'random' and set "
+    "sampling, e.g. to 'poisson'.",
+    "neftune_noise_alpha": "adds noise to embeddings in training mode, and steps run in eval mode: "
+    "leave it out.",
+    "fp16": "computes losses that are too coarse for finite differences; use bf16=True (autocast) or "
+    "float32.",
+    "bf16_full_eval fp16_full_eval": "casts the model itself in evaluate(), which then is not what the "
+    "trajectory ends in: leave it False, and load the saved model in that dtype to evaluate it with a "
+    "plain Trainer.",
+    "use_liger_kernel": "replaces layers when train() starts, after the checks that were made of them: "
+    "leave it False.",
+    "include_num_input_tokens_seen": "would count the tokens of private batches: leave it at 'no'.",
+    "debug": "prints statistics of private activations; leave it empty, or debug on public data with a "
+    "plain Trainer.",
+    "load_best_model_at_end": "would ship weights that the trajectory does not end in; evaluate "
+    "checkpoints on public data, and load, copy or `hf-dpzero push` the folder of the one you want, "
+    "which has a report of its own.",
+    "enable_jit_checkpoint": "saves in the middle of a step, which a resumed run would take twice: "
+    "leave it off. SIGTERM ends the step, writes a whole checkpoint and exits with status 143 without "
+    "it.",
+    "deepspeed": "wraps the model in an engine whose parameters the perturbation does not follow, to "
+    "divide gradients and optimizer states that this training has not: use plain data parallelism "
+    "(accelerate launch --multi_gpu, one process a GPU). For a model that does not fit on one device "
+    "use FSDP2 (--config_file configs/accelerate/fsdp2.yaml) or one process with offload "
+    "(configs/accelerate/offload.yaml).",
+    "parallelism_config": "shards or copies parameters in ways that the in-place perturbation does not "
+    "follow: run on one device or with plain data parallelism (accelerate launch).",
+}
+_NO_ADAM = Use(UNUSED, "update_rule, momentum and update_window are the settings", ZEROTH_ORDER)
+_PLAIN_SGD = Use(UNUSED, "the optimizer is torch's SGD", SGD)
+_BY_METHOD = {
     "optim": (
         Use(UNUSED, "update_rule says what is made of the released numbers", ZEROTH_ORDER),
-        Use(UNUSED, "the optimizer is torch's SGD", SGD),
+        _PLAIN_SGD,
         Use(WORKS, "one of the adamw optimizers", ADAMW),
     ),
-    "optim_args": (
-        Use(UNUSED, "update_rule, momentum and update_window are the settings", ZEROTH_ORDER),
-        Use(WORKS),
-    ),
-    **{
-        name: (
-            Use(UNUSED, "update_rule, momentum and update_window are the settings", ZEROTH_ORDER),
-            Use(UNUSED, "the optimizer is torch's SGD", SGD),
-            Use(WORKS),
-        )
-        for name in ("adam_beta1", "adam_beta2", "adam_epsilon")
-    },
-    "optim_target_modules": (Use(UNUSED, "trainable chooses the parameters"),),
+    "optim_args": (_NO_ADAM, Use(WORKS)),
+    "adam_beta1 adam_beta2 adam_epsilon": (_NO_ADAM, _PLAIN_SGD, Use(WORKS)),
     "max_grad_norm": (
         Use(UNUSED, "there is no gradient; clip bounds the finite differences", ZEROTH_ORDER),
-        Use(WORKS, "of the noised gradient, after clip; 0 (off) where it is not given", FIRST_ORDER),
-    ),
-    "average_tokens_across_devices": (
-        Use(UNUSED, "a loss is the mean over its own row's tokens, eval_loss over those of batches"),
-    ),
-    "activation_checkpointing": _CHECKPOINTING,
-    "gradient_checkpointing": _CHECKPOINTING,
-    "activation_checkpointing_kwargs": (Use(UNUSED, "no method checkpoints"),),
-    "gradient_checkpointing_kwargs": (Use(UNUSED, "no method checkpoints"),),
-    "torch_compile": _COMPILED,
-    "torch_compile_backend": _COMPILED,
-    "torch_compile_mode": _COMPILED,
-    "liger_kernel_config": (Use(UNUSED, "use_liger_kernel is refused"),),
-    "torch_empty_cache_steps": (Use(UNUSED, "steps do not empty the cache"),),
-    "logging_nan_inf_filter": (Use(OTHER, "in evaluation only: the training loss is not logged"),),
-    "data_seed": (Use(UNUSED, "batches are drawn with a secret key; tests set testing.sampler_key"),),
-    "label_names": (
-        Use(OTHER, "for evaluation, and columns to keep; what is trained on is the head's objective"),
-    ),
-    "length_column_name": (Use(UNUSED, "batches are not grouped by length"),),
-    "accelerator_config": (_EVALUATION_ONLY,),
-    "dataloader_drop_last": (_EVALUATION_ONLY,),
-    "dataloader_pin_memory": (_EVALUATION_ONLY,),
-    "dataloader_persistent_workers": (_EVALUATION_ONLY,),
-    "dataloader_prefetch_factor": (_EVALUATION_ONLY,),
-    "dataloader_multiprocessing_context": (_EVALUATION_ONLY,),
-    "dataloader_in_order": (_EVALUATION_ONLY,),
-    "ddp_find_unused_parameters": (_ONE_PROCESS_GROUP,),
-    "ddp_bucket_cap_mb": (_ONE_PROCESS_GROUP,),
-    "ddp_broadcast_buffers": (_ONE_PROCESS_GROUP,),
-    "ddp_static_graph": (_ONE_PROCESS_GROUP,),
-    "fsdp_config": (Use(WORKS, where="fsdp"), Use(UNUSED, "fsdp is off")),
-    "hub_always_push": (Use(UNUSED, "nothing is pushed before training ends"),),
-    "sortish_sampler": (Use(UNUSED, "transformers does not read it either"),),
-    "predict_with_generate": (_GENERATION,),
-    "generation_max_length": (_GENERATION,),
-    "generation_num_beams": (_GENERATION,),
-    "generation_config": (_GENERATION,),
-    # ---- refused
-    "gradient_accumulation_steps": (
         Use(
-            REFUSED,
-            "would split a logical batch; leave it at 1 (in accelerator_config too) and set "
-            "microbatch_size (memory) and expected_batch_size (privacy).",
+            WORKS, "of the noised gradient, after clip; 0 (off) where it is not given", FIRST_ORDER
         ),
     ),
-    "auto_find_batch_size": (Use(REFUSED, "would repeat steps: set microbatch_size instead."),),
-    "train_sampling_strategy": (
+    "activation_checkpointing gradient_checkpointing": (
         Use(
             REFUSED,
-            "is not a sampler that is accounted: leave it at 'random' and set sampling, e.g. to "
-            "'poisson'.",
+            "runs layers twice, which per-example gradients do not follow: turn it off and lower "
+            "microbatch_size.",
+            ("dp-sgd", "dp-adamw"),
         ),
-    ),
-    "neftune_noise_alpha": (
-        Use(
-            REFUSED,
-            "adds noise to embeddings in training mode, and steps run in eval mode: leave it out.",
-        ),
-    ),
-    "fp16": (
-        Use(
-            REFUSED,
-            "computes losses that are too coarse for finite differences; use bf16=True (autocast) or "
-            "float32.",
-        ),
-    ),
-    "bf16_full_eval": (_CASTS,),
-    "fp16_full_eval": (_CASTS,),
-    "use_liger_kernel": (
-        Use(
-            REFUSED,
-            "replaces layers when train() starts, after the checks that were made of them: leave it "
-            "False.",
-        ),
-    ),
-    "include_num_input_tokens_seen": (
-        Use(REFUSED, "would count the tokens of private batches: leave it at 'no'."),
+        Use(UNUSED, "there is no backward pass", ZEROTH_ORDER),
+        Use(UNUSED, "steps run in eval mode, where models do not checkpoint"),
     ),
     "skip_memory_metrics": (
         Use(
@@ -235,28 +177,6 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         ),
         Use(WORKS),
     ),
-    "debug": (
-        Use(
-            REFUSED,
-            "prints statistics of private activations; leave it empty, or debug on public data with a "
-            "plain Trainer.",
-        ),
-    ),
-    "load_best_model_at_end": (
-        Use(
-            REFUSED,
-            "would ship weights that the trajectory does not end in; evaluate checkpoints on public "
-            "data, and load, copy or `hf-dpzero push` the folder of the one you want, which has a "
-            "report of its own.",
-        ),
-    ),
-    "enable_jit_checkpoint": (
-        Use(
-            REFUSED,
-            "saves in the middle of a step, which a resumed run would take twice: leave it off. SIGTERM "
-            "ends the step, writes a whole checkpoint and exits with status 143 without it.",
-        ),
-    ),
     "hub_strategy": (
         Use(
             REFUSED,
@@ -266,7 +186,6 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         ),
         Use(UNUSED, "push_to_hub is off, and push_to_hub() ships an allow list at the end"),
     ),
-    "hub_revision": (Use(WORKS, "an existing branch"),),
     "fsdp": (
         Use(
             REFUSED,
@@ -276,18 +195,16 @@ FIELDS: dict[str, tuple[Use, ...]] = {
         ),
         Use(WORKS, "version 2 only, over zeroth-order methods"),
     ),
-    "deepspeed": (
-        Use(
-            REFUSED,
-            "wraps the model in an engine whose parameters the perturbation does not follow, to divide "
-            "gradients and optimizer states that this training has not: use plain data parallelism "
-            "(accelerate launch --multi_gpu, one process a GPU). For a model that does not fit on one "
-            "device use FSDP2 (--config_file configs/accelerate/fsdp2.yaml) or one process with offload "
-            "(configs/accelerate/offload.yaml).",
-        ),
-    ),
-    "parallelism_config": (_SHARDS,),
-}  # fmt: skip
+    "fsdp_config": (Use(WORKS, where="fsdp"), Use(UNUSED, "fsdp is off")),
+}
+
+_SAME_FOR_ALL = ((WORKS, _WORKS), (OTHER, _OTHER), (UNUSED, _UNUSED), (REFUSED, _REFUSED))
+FIELDS: dict[str, tuple[Use, ...]] = {
+    name: (Use(kind, text),)
+    for kind, table in _SAME_FOR_ALL
+    for names, text in table.items()
+    for name in names.split()
+} | {name: uses for names, uses in _BY_METHOD.items() for name in names.split()}
 """Field of any supported version -> what it does; the first entry that holds counts."""
 
 NAMES = tuple(f.name for f in dataclasses.fields(Seq2SeqTrainingArguments) if f.init)
@@ -336,21 +253,10 @@ RANGES: Mapping[str, Allowed] = {
 """Ranges of Hugging Face's fields, which `TrainingArguments` does not check itself."""
 
 
-def check_values(config: DPZeroConfig) -> None:
-    """Refuses values of Hugging Face's fields that are out of range.
-
-    Raises:
-      ValueError: names one field, its value and what it must be.
-    """
-    for name, allowed in RANGES.items():
-        value = getattr(config, name)
-        if value is None and _DEFAULTS[name] is None:
-            continue
-        allowed.check(name, value)
-        if allowed.kind is int:
-            setattr(config, name, int(value))
-    if config.max_steps == -1:
-        POSITIVE.check("num_train_epochs", config.num_train_epochs)
+def wrong_values(config: DPZeroConfig) -> Iterator[str]:
+    """Says which of Hugging Face's fields are out of range: name, value and what it must be."""
+    epochs = {"num_train_epochs": POSITIVE} if config.max_steps == -1 else {}
+    yield from out_of_range(config, {**RANGES, **epochs})
 
 
 def check_scheduler_settings(config: DPZeroConfig) -> None:
@@ -394,20 +300,17 @@ def use_of(name: str, config: DPZeroConfig) -> Use:
     )
 
 
-def refuse_fields(config: DPZeroConfig) -> None:
-    """Refuses changed fields that would break the run or its guarantee.
+def refused_fields(config: DPZeroConfig) -> Iterator[str]:
+    """Says which changed fields would break the run or its guarantee, and what to do instead.
 
     DeepSpeed also where `accelerate launch` asks for it, before transformers asks for its package.
-
-    Raises:
-      ValueError: names the field and its value, and says what to do.
     """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes"):
-        raise ValueError(f"distributed_type: DEEPSPEED {FIELDS['deepspeed'][0].text}")
+        yield f"distributed_type: DEEPSPEED {FIELDS['deepspeed'][0].text}"
     for name, value in _changed(config):
         use = use_of(name, config)
         if use.kind == REFUSED:
-            raise ValueError(f"{name}={_shown(name, value)} {use.text}")
+            yield f"{name}={_shown(name, value)} {use.text}"
 
 
 def warning(config: DPZeroConfig) -> str:

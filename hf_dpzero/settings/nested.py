@@ -25,7 +25,6 @@ from hf_dpzero.settings.setting import (
     TEXT,
     TRUTH,
     Allowed,
-    check_settings,
     setting,
 )
 from hf_dpzero.values import nearest
@@ -54,10 +53,10 @@ class Nested:
 
     @classmethod
     def read(cls, name: str, given: Any) -> Any:
-        """Returns what `DPZeroConfig(name=given)` asks for, checked; an object is copied.
+        """Returns what `DPZeroConfig(name=given)` asks for, ranges unchecked; an object is copied.
 
         Raises:
-          ValueError: no JSON, no mapping, an unknown key (the nearest is named), a value out of range.
+          ValueError: no JSON, no mapping, or an unknown key (the nearest is named).
         """
         if isinstance(given, str):
             try:
@@ -65,30 +64,18 @@ class Nested:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{name}={given!r} is no JSON: {error}.") from None
         if isinstance(given, cls):
-            read = dataclasses.replace(given)  # type: ignore[type-var]
-        elif given is None or isinstance(given, Mapping):
-            refuse_unknown(name, given or {}, cls)
-            read = cls(**given or {})
-        else:
+            # A copy: two configurations that shared the object would change together.
+            return dataclasses.replace(given)  # type: ignore[type-var]
+        if given is not None and not isinstance(given, Mapping):
             raise ValueError(
                 f"{name}={given!r} must be a {cls.__name__}, a mapping {{name: value}}, or its JSON."
             )
-        check_settings(read, f"{name}.")
-        return read
-
-
-def refuse_unknown(name: str, keys: Mapping[str, Any], kind: type) -> None:
-    """Refuses a key that is no field of a nested setting.
-
-    Raises:
-      ValueError: names the nearest field, or all.
-    """
-    fields = [field.name for field in dataclasses.fields(kind)]
-    for key in keys:
-        if key not in fields:
-            near = nearest(str(key), fields)
+        fields = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if unknown := [str(key) for key in given or {} if key not in fields]:
+            near = nearest(unknown[0], fields)
             hint = f"did you mean {near!r}?" if near else f"it has {', '.join(fields)}."
-            raise ValueError(f"{name} has no {key!r}; {hint}")
+            raise ValueError(f"{name} has no {unknown[0]!r}; {hint}")
+        return cls(**given or {})
 
 
 @dataclass

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -32,26 +32,21 @@ class Allowed:
     kind: type = float
     secret: bool = False
 
-    def check(self, name: str, value: object) -> None:
-        """Refuses a value of another kind or out of range: what, the value, what it must be."""
+    def problem(self, name: str, value: object) -> str:
+        """Says what is wrong with a value: what, the value, what it must be; "" if it may stand."""
         kinds = {float: Real, int: Real}.get(self.kind, self.kind)
         # True is a number to Python, and would be taken for 1.
         fits = isinstance(value, kinds) and (self.kind is bool or not isinstance(value, bool))
         if fits and self.holds(value):
-            return
-        shown = "" if self.secret else f"={value!r}"
-        raise ValueError(f"{name}{shown} must be {self.words}.")
-
-
-def _is_count(x: Any) -> bool:
-    return 1 <= x < math.inf and x == int(x)
+            return ""
+        return f"{name}{'' if self.secret else f'={value!r}'} must be {self.words}."
 
 
 POSITIVE = Allowed("a finite number above 0", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = Allowed("a finite number of at least 0", lambda x: 0 <= x < math.inf)
 SHARE = Allowed("a number in (0, 1)", lambda x: 0 < x < 1)
 BELOW_ONE = Allowed("a number in [0, 1)", lambda x: 0 <= x < 1)
-COUNT = Allowed("an integer of at least 1", _is_count, int)
+COUNT = Allowed("an integer of at least 1", lambda x: 1 <= x < math.inf and x == int(x), int)
 TRUTH = Allowed("True or False", lambda x: True, bool)
 TEXT = Allowed("a text, or left out", bool, str)
 HEX_KEY = Allowed(
@@ -126,32 +121,43 @@ def settings_of(kind: Any) -> Iterator[tuple[dataclasses.Field[Any], Setting]]:
             yield field, text.setting
 
 
-def check_settings(config: Any, prefix: str = "") -> None:
-    """Refuses values out of their field's range; whole floats become integers.
+def ranges_of(part: Any) -> dict[str, Allowed | tuple[str, ...]]:
+    """The ranges and words that a dataclass's fields allow, by name."""
+    return {f.name: s.allowed for f, s in settings_of(part) if s.allowed is not None}
+
+
+def out_of_range(
+    part: Any, ranges: Mapping[str, Allowed | tuple[str, ...]], prefix: str = ""
+) -> Iterator[str]:
+    """Says what is wrong with values of a dataclass's fields; whole floats become integers.
 
     Args:
-      config: object of a dataclass with fields made by `setting`. None where that is the default is
-        not looked at.
-      prefix: what stands before a field's name in errors, e.g. "testing.".
+      part: the object. None where that is the default is not looked at.
+      ranges: of its fields; of words, a wrong one is told the nearest.
+      prefix: what stands before a field's name, e.g. "testing.".
 
-    Raises:
-      ValueError: names one field, its value and what it must be.
+    Yields:
+      For each value out of range its name, the value and what it must be.
     """
-    for field, described in settings_of(config):
-        value, allowed = getattr(config, field.name), described.allowed
-        if allowed is None or (value is None and field.default is None):
+    for name, allowed in ranges.items():
+        value = getattr(part, name)
+        if value is None and getattr(type(part), name, ...) is None:
             continue
         if isinstance(allowed, tuple):
-            choose(prefix + field.name, value, allowed)
-        else:
-            allowed.check(prefix + field.name, value)
-            if allowed.kind is int:
-                setattr(config, field.name, int(value))
+            if value not in allowed:
+                close = nearest(str(value), allowed)
+                hint = f"; did you mean {close!r}?" if close else "."
+                yield f"{prefix}{name}={value!r} is not one of {', '.join(allowed)}{hint}"
+        elif problem := allowed.problem(prefix + name, value):
+            yield problem
+        elif allowed.kind is int:
+            setattr(part, name, int(value))
 
 
-def choose(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a word that is none of the choices, and names the nearest."""
-    if value not in choices:
-        close = nearest(str(value), choices)
-        hint = f"; did you mean {close!r}?" if close else "."
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}{hint}")
+def refuse(problems: Iterable[str]) -> None:
+    """Raises one ValueError that lists all problems; none if there are none."""
+    found = list(problems)
+    if len(found) > 1:
+        found.insert(0, f"{len(found)} settings are refused:")
+    if found:
+        raise ValueError("\n- ".join(found))

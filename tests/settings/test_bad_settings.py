@@ -104,7 +104,7 @@ def test_a_rate_of_zero_is_named(tmp_path, caplog, monkeypatch):
     [
         ({"noise_multiplier": None}, r"give exactly one of them .* is not private\)\.$"),
         (
-            {"correlated_noise": {"kind": "tree"}},
+            {"correlated_noise": {"kind": "tree"}, "sampling": "fixed_batches"},
             r"nearly orthogonal to those of other steps.*out\.$",
         ),
         ({"warmup_steps": 7}, r"never be reached: .* a share of the steps, e\.g\. 0\.1\.$"),
@@ -113,6 +113,26 @@ def test_a_rate_of_zero_is_named(tmp_path, caplog, monkeypatch):
 def test_a_refusal_is_one_sentence_to_its_end(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **settings)
+
+
+def test_all_that_the_arguments_alone_decide_is_said_at_once(tmp_path):
+    """Values out of range first, since the others compare them."""
+    wrong = {"seed": -1, "clip": 0.0, "accountant": "gdp", "testing": {"direction_key": -1}}
+    with pytest.raises(ValueError, match=r"^4 settings are refused:\n") as refusal:
+        config(tmp_path, fp16=True, **wrong)
+    names = [line.partition("=")[0] for line in str(refusal.value).split("\n- ")[1:]]
+    assert sorted(names) == ["accountant", "clip", "seed", "testing.direction_key"]
+    clashing = {
+        "noise_multiplier": None,
+        "clipping": "automatic",
+        "max_batch_size": 9,
+        "debug": "x",
+    }
+    with pytest.raises(ValueError, match=r"^7 settings are refused:\n") as refusal:
+        config(tmp_path, fp16=True, warmup_steps=7, trainable="(", **clashing)
+    named = ("give exactly one", "clipping='automatic'", "max_batch_size=9", "debug='x'", "fp16=True",
+             "warmup_steps=7", "trainable='('")  # fmt: skip
+    assert all(name in str(refusal.value) for name in named)
 
 
 # ---------------------------------------------------------------- what a trainer is given
