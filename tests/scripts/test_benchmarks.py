@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from typing import Any
 
 import pytest
@@ -24,98 +23,17 @@ from scripts.benchmarks.timed_steps import (
     largest_difference,
 )
 
-COMMON = {
-    "ratio_to_two_forwards", "ratio_quartiles", "seconds", "all_seconds", "restore_error",
-    "dimension", "settings", "threads", "machine", "versions", "instruction_sets",
-    "rows_per_pass", "blank_share",
-}  # fmt: skip
-REFERENCE = {
-    "reference_ratio_to_two_forwards", "reference_ratio_quartiles", "reference_restore_error",
-}  # fmt: skip
-STEP = {
-    "strategy",
-    "noise",
-    "notes",
-    "bytes_per_parameter",
-    "breakdown",
-    "restore_error_after_3_cycles",
-}
-MARGINAL = {"seconds_per_direction", "marginal_ratio_per_direction"}
 TINY = ["step", "--shape", "tiny", "--batch_size", "2", "--seq_length", "8"]
 
 
 def tiny(**settings: Any) -> StepBench:
-    plain = {
-        "shape": "tiny",
-        "batch_size": 2,
-        "seq_length": 8,
-        "repeats": 2,
-        "memory": False,
-        "one_batch": True,
-    }
-    return StepBench(**{**plain, **settings})
+    plain = {"batch_size": 2, "seq_length": 8, "repeats": 2, "memory": False, "one_batch": True}
+    return StepBench(**{"shape": "tiny", **plain, **settings})
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main([*TINY, "--repeats", "2", "--no_memory", "--json", *words]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.parametrize(
-    ("words", "strategy"),
-    [
-        (["--direction", "gaussian", "--num_directions", "3"], "whole_model"),
-        (["--method", "mezo", "--direction", "sphere", "--trainable", "classifier"], "whole_model"),
-        (["--dtype", "bfloat16", "--one_batch"], "layerwise"),
-        (["--dtype", "bfloat16", "--microbatch_size", "1"], "whole_model"),  # two passes, of a row each
-        (["--dtype", "float16", "--shape", "tiny-opt", "--strategy", "whole_model"], "whole_model"),
-        (["--strategy", "layerwise", "--update_at_once", "--autocast", "--attention", "eager"],
-         "layerwise"),
-    ],
-)  # fmt: skip
-def test_the_command_prints_the_documented_keys(words, strategy, capsys):
-    result = run(capsys, *words)
-    assert (result["notes"], result["strategy"]) == ([], strategy)
-    assert set(result) == COMMON | REFERENCE | STEP | (MARGINAL if "gaussian" in words else set())
-    assert result["restore_error"] == result["restore_error_after_3_cycles"] == 0.0
-    assert 0 < result["ratio_quartiles"][0] <= result["ratio_to_two_forwards"]
-    assert len(result["all_seconds"]["step"]) == 2
-    assert all(math.isfinite(s) and s > 0 for s in result["seconds"].values())
-    assert set(result["breakdown"]) == {"forwards", "perturbation", "rest"}
-    assert all(seconds > 0 for seconds in result["breakdown"].values())
-    assert result["settings"]["num_directions"] == (3 if "gaussian" in words else 1)
-    if "classifier" in words:
-        assert result["dimension"] == 2 * 16 + 2
-
-
-def test_the_method_or_the_reference_alone(capsys):
-    """The reference loop says that it does not restore."""
-    ours = run(capsys, "--skip_reference", "--cycles", "7")
-    cycles = {"restore_error_after_7_cycles"}
-    assert set(ours) == COMMON | (STEP - {"restore_error_after_3_cycles"}) | cycles
-    assert "reference" not in ours["seconds"]
-    loop = run(capsys, "--method", "reference")
-    assert set(loop) == COMMON | REFERENCE and "step" not in loop["seconds"]
-    assert loop["ratio_to_two_forwards"] == loop["reference_ratio_to_two_forwards"]
-    assert loop["restore_error"] > 0
-
-
-def test_dp_adamw_is_measured_and_restores_nothing(capsys):
-    pytest.importorskip("opacus")
-    result = run(capsys, "--method", "dp-adamw", "--shape", "tiny-opt", "--microbatch_size", "1")
-    assert set(result) == COMMON | REFERENCE and result["restore_error"] is None
-    assert result["seconds"]["step"] > 0
-
-
-def test_the_table_is_for_people(capsys):
-    assert main([*TINY, "--repeats", "1", "--no_memory", "--num_directions", "2"]) == 0
-    printed = capsys.readouterr().out
-    for part in (
-        "2 x 8 tokens", "4 bare forward passes", "dpzero step", "reference loop", "time x",
-        "quartiles", "each further direction", "of the step: perturbation",
-        "bytes a parameter, whole_model", "restore error after 3 cycles",
-    ):  # fmt: skip
-        assert part in printed
 
 
 def test_every_option_reaches_the_process_that_measures_memory():
@@ -126,6 +44,73 @@ def test_every_option_reaches_the_process_that_measures_memory():
     for name in ("what", "json", "phase", "no_memory", "traceback"):
         del parsed[name]
     assert StepBench(**parsed) == bench
+
+
+COMMON = {
+    "ratio_to_two_forwards", "ratio_quartiles", "seconds", "all_seconds", "restore_error",
+    "dimension", "settings", "threads", "machine", "versions", "instruction_sets",
+    "rows_per_pass", "blank_share",
+}  # fmt: skip
+REFERENCE = {
+    f"reference_{n}" for n in ("ratio_to_two_forwards", "ratio_quartiles", "restore_error")
+}
+STEP = {
+    "strategy",
+    "noise",
+    "notes",
+    "bytes_per_parameter",
+    "breakdown",
+    "restore_error_after_3_cycles",
+}
+MARGINAL = {"seconds_per_direction", "marginal_ratio_per_direction"}
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        ("--direction gaussian --num_directions 3", "whole_model"),
+        ("--method mezo --direction sphere --trainable classifier", "whole_model"),
+        ("--dtype bfloat16 --one_batch", "layerwise"),
+        ("--dtype bfloat16 --microbatch_size 1", "whole_model"),  # two passes, of a row each
+        ("--dtype float16 --shape tiny-opt --strategy whole_model", "whole_model"),
+        ("--strategy layerwise --update_at_once --autocast --attention eager", "layerwise"),
+    ],
+)
+def test_the_command_prints_the_documented_keys(words, strategy, capsys):
+    result = run(capsys, *words.split())
+    assert (result["notes"], result["strategy"]) == ([], strategy)
+    assert set(result) == COMMON | REFERENCE | STEP | (MARGINAL if "gaussian" in words else set())
+    assert result["restore_error"] == result["restore_error_after_3_cycles"] == 0.0
+    assert 0 < result["ratio_quartiles"][0] <= result["ratio_to_two_forwards"]
+    assert len(result["all_seconds"]["step"]) == 2
+    assert all(math.isfinite(s) and s > 0 for s in result["seconds"].values())
+    assert all(result["breakdown"][part] > 0 for part in ("forwards", "perturbation", "rest"))
+    assert result["settings"]["num_directions"] == (3 if "gaussian" in words else 1)
+    assert ("classifier" in words) == (result["dimension"] == 2 * 16 + 2)
+
+
+def test_the_method_or_the_reference_alone(capsys):
+    """The reference loop says that it does not restore; DP-AdamW perturbs nothing."""
+    ours = run(capsys, "--skip_reference", "--cycles", "3")
+    assert set(ours) == COMMON | STEP and "reference" not in ours["seconds"]
+    loop = run(capsys, "--method", "reference")
+    assert set(loop) == COMMON | REFERENCE and "step" not in loop["seconds"]
+    assert loop["ratio_to_two_forwards"] == loop["reference_ratio_to_two_forwards"]
+    assert loop["restore_error"] > 0
+    pytest.importorskip("opacus")
+    first = run(capsys, "--method", "dp-adamw", "--shape", "tiny-opt", "--microbatch_size", "1")
+    assert set(first) == COMMON | REFERENCE and first["restore_error"] is None
+    assert first["seconds"]["step"] > 0
+
+
+def test_the_table_is_for_people(capsys):
+    assert main([*TINY, "--repeats", "2", "--no_memory", "--num_directions", "2"]) == 0
+    printed = capsys.readouterr()
+    for part in ("2 x 8 tokens", "4 bare forward passes", "dpzero step", "reference loop", "time x",
+                 "quartiles", "each further direction", "of the step: perturbation", "were blanks",
+                 "bytes a parameter, whole_model", "restore error after 3 cycles"):  # fmt: skip
+        assert part in printed.out
+    assert "building tiny" in printed.err and "round 2 of 3" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -280,8 +265,6 @@ def test_an_unknown_shape_names_the_known_ones(capsys):
     assert "roberta-base" in capsys.readouterr().err
     with pytest.raises(ValueError, match="shape='gpt5' is unknown; use one of minilm"):
         StepBench(shape="gpt5")
-    assert main(["memory", "--device_memory", "0"]) == 2
-    assert "device_memory=0.0" in capsys.readouterr().err
 
 
 def test_the_marginal_cost_is_per_round_and_per_direction():
@@ -323,51 +306,12 @@ def test_steps_take_turns_and_are_prepared_off_the_clock(monkeypatch):
     assert log == one + [entry.replace("0", "1") for entry in one] and seconds == [[1], [1]]
 
 
-def test_memory_over_inference_has_no_ratio_where_none_can_be_measured(monkeypatch):
-    monkeypatch.setattr(memory, "in_fresh_process", lambda bench, phase: len(phase) - 6)
-    result = memory.measure_memory(tiny())
-    assert result.keys() == {
-        "peak_memory_over_inference", "reference_peak_memory_over_inference", "peak_bytes",
-        "memory_method",
-    }  # fmt: skip
-    assert result["peak_bytes"] == {"inference": 3, "step": -2, "reference": 3}
-    assert result["peak_memory_over_inference"] == -2 / 3
-    monkeypatch.setattr(memory, "in_fresh_process", lambda bench, phase: len(phase) - 9)
-    assert memory.measure_memory(tiny())["peak_memory_over_inference"] is None
-
-
-def test_what_fits_is_measured(monkeypatch, capsys):
-    """A process that takes twice the estimate; 13 GiB of weights are not tried in 12."""
-    monkeypatch.setattr(capacity, "_available_bytes", lambda device: 12 << 30)
-    words = ["memory", "--shapes", "tiny", "opt-6.7b", "--dtype", "float16", "--measure"]
-    asked = capacity.CapacityTable(shapes=("tiny",), dtype="float16")
-    twice = {phase: 2 * size for phase, size in capacity.estimates(asked, "tiny").items()}
-    monkeypatch.setattr(capacity, "in_fresh_process", lambda bench, phase: twice[phase])
-    assert main(words) == 0
-    *_, ratios, large = capsys.readouterr().out.splitlines()
-    assert ratios.split() == ["/", "measured", "0.50", "0.50", "0.50", "-"]
-    assert large.startswith("opt-6.7b")
-
-
 @pytest.mark.slow
 def test_the_estimate_agrees_with_what_a_fresh_process_takes():
     """MiniLM on the CPU: what fits is said with some room."""
     asked = capacity.CapacityTable(shapes=("minilm",), batch_size=2)
     measured = memory.in_fresh_process(asked.bench("minilm", "step"), "step")
     assert 0.7 < capacity.estimates(asked, "minilm")["step"] / measured < 1.3
-
-
-def test_the_table_marks_what_does_not_fit(capsys):
-    words = ["--shapes", "tiny", "opt-6.7b", "--dtype", "float16", "--device_memory"]
-    assert main(["memory", *words, "30"]) == 0
-    title, head, small, large = capsys.readouterr().out.splitlines()
-    assert "float16" in title and "! needs more than 30 GiB" in title
-    assert "mezo reference loop" in head and small.split()[0] == "tiny" and "!" not in small
-    assert "!" not in large and large.split()[-1] == "-"  # 12.4 GiB of weights; no dp-adamw
-    assert main(["memory", *words, "12", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)[1]
-    assert row["fits"] == {"inference": False, "step": False, "reference": False}
-    assert row["estimate"]["step"] > 6.65e9 * 2
 
 
 def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
@@ -398,15 +342,24 @@ def test_a_private_step_draws_a_batch_for_every_round_in_fixed_shapes(capsys):
     calls.clear()
     step(5)
     assert len(calls) == 2 * len(drawn[5])
-    result = run(capsys, "--batch_size", "8", "--skip_reference", "--microbatch_size", "3")
-    assert 1 <= result["rows_per_pass"] <= 3 and 0 < result["blank_share"] < 1
-    assert isinstance(result["instruction_sets"], list)
 
 
-def test_what_is_being_measured_is_said_while_it_is(capsys):
-    words = ["--repeats", "2", "--no_memory", "--batch_size", "16"]
-    assert main([*TINY, *words]) == 0
-    printed = capsys.readouterr()
-    (rows,) = re.findall(r"passes of ([0-9.]+) rows on average", printed.out)
-    assert 1 < float(rows) <= 64 and "were blanks" in printed.out
-    assert "building tiny" in printed.err and "round 2 of 3" in printed.err
+def test_what_fits_is_estimated_and_measured(monkeypatch, capsys):
+    """A process that takes twice the estimate; 13 GiB of weights are not tried in 12."""
+    monkeypatch.setattr(capacity, "_available_bytes", lambda device: 12 << 30)
+    words = ["memory", "--shapes", "tiny", "opt-6.7b", "--dtype", "float16"]
+    asked = capacity.CapacityTable(shapes=("tiny",), dtype="float16")
+    twice = {phase: 2 * size for phase, size in capacity.estimates(asked, "tiny").items()}
+    monkeypatch.setattr(capacity, "in_fresh_process", lambda bench, phase: twice[phase])
+    assert main([*words, "--measure", "--device_memory", "30"]) == 0
+    title, head, small, ratios, large = capsys.readouterr().out.splitlines()
+    assert ratios.split() == ["/", "measured", "0.50", "0.50", "0.50", "-"]
+    assert "float16" in title and "! needs more than 30 GiB" in title
+    assert "mezo reference loop" in head and small.split()[0] == "tiny" and "!" not in small
+    assert "!" not in large and large.split()[-1] == "-"  # 12.4 GiB of weights; no dp-adamw
+    assert main([*words, "--device_memory", "12", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)[1]
+    assert row["fits"] == {"inference": False, "step": False, "reference": False}
+    assert row["estimate"]["step"] > 6.65e9 * 2
+    assert main(["memory", "--device_memory", "0"]) == 2
+    assert "device_memory=0.0" in capsys.readouterr().err

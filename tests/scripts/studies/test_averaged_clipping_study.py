@@ -6,9 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import runpy
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +25,6 @@ from scripts.studies.averaged_clipping.heavy_tails import OBJECTIVES, Yardstick,
 from scripts.studies.averaged_clipping.study import QUICK, Study
 from scripts.studies.harness import ROWS_FILE, read_rows, run
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = Study(
     num_examples=500, epsilons=(0.5, 2.0), seeds=(1, 2), schedules=((8, 20), (16, 20)),
     full_batch_steps=(2,), objectives=("linear",), noises=("laplace", "chi2"),
@@ -319,36 +315,6 @@ def test_the_sweep_has_a_row_for_each_algorithm(monkeypatch):
     assert (
         "| averaged | 64 | 3 x 40 | 0.0312 |" in text and "| per-example | – | 30 x 2 | 1 |" in text
     )
-
-
-def script(tmp_path, monkeypatch):
-    words = ["averaged_clipping", "--quick", "--seeds", "2", "--output_dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("scripts.studies.averaged_clipping", run_name="__main__")
-    return ended.value.code
-
-
-@pytest.mark.usefixtures("quick_accounting")
-def test_an_interrupted_command_keeps_its_rows_and_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_module, "QUICK", SMALL)
-    monkeypatch.setattr(report, "theorem_table", lambda _: "theorems")
-    monkeypatch.setattr(report, "sweep_table", lambda _: "sweeps")
-    whole, left = study_module.Point.rows, [4]
-
-    def interrupted(point):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return whole(point)
-
-    monkeypatch.setattr(study_module.Point, "rows", interrupted)
-    assert script(tmp_path, monkeypatch) == 130
-    kept = (tmp_path / "rows.jsonl").read_text()
-    assert kept.count("\n") == 1 + 1 + 3 * 2 and (tmp_path / "table.md").exists()
-    monkeypatch.setattr(study_module.Point, "rows", whole)
-    assert script(tmp_path, monkeypatch) == 0
-    assert (tmp_path / "rows.jsonl").read_text().startswith(kept)
 
 
 @pytest.mark.slow

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import runpy
-import sys
 
 import numpy as np
 import pytest
@@ -13,19 +10,17 @@ import torch
 
 from hf_dpzero.papers.budget import multipliers_for, private_gradient_descent
 from hf_dpzero.privacy.schedules import Exponential
-from scripts.studies.budget import study as budget_study
 from scripts.studies.budget.network import SOURCES, Network, digits, train
 from scripts.studies.budget.report import all_rows, write
 from scripts.studies.budget.study import (
     ARMS,
-    QUICK,
     Study,
     ratio_gamma,
     sigma_of,
     summary,
     total_budget,
 )
-from scripts.studies.harness import ROWS_FILE, run
+from scripts.studies.harness import run
 
 TINY = Study(
     sizes={"digits": (40,), "gaussians": (30, 60)}, steps=(6, 9), seeds=3, tuning_seeds=2,
@@ -120,19 +115,6 @@ def test_all_arms_spend_the_same():
     assert sigma[0] / sigma[-1] == pytest.approx(3.0)
 
 
-def test_a_study_resumes_after_a_cut_line_and_refuses_other_settings(tmp_path, monkeypatch):
-    results = run(TINY, tmp_path)
-    assert len(results) == 3 + 3 * 2
-    path = tmp_path / ROWS_FILE
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:40])
-    assert run(TINY, tmp_path) == results
-    monkeypatch.setattr(budget_study, "train", None)  # nothing is left to run
-    assert run(TINY, tmp_path) == results
-    with pytest.raises(ValueError, match="other settings"):
-        run(dataclasses.replace(TINY, seeds=2), tmp_path)
-
-
 def test_summaries_are_means_and_paired_differences(tmp_path):
     results = run(TINY, tmp_path)
     text = write(TINY, results, tmp_path)
@@ -153,48 +135,3 @@ def test_summaries_are_means_and_paired_differences(tmp_path):
     at = [r for r in results if r.get("arms") and r["source"] == own["source"]]
     one = next(r for r in at if r["steps"] == own["steps"])["arms"]["exp"]["zcdp"]["loss"]
     assert own["loss_se"] == pytest.approx(np.std(one, ddof=1) / np.sqrt(3))
-
-
-def call(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["budget", *words])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("scripts.studies.budget", run_name="__main__")
-    return ended.value.code
-
-
-def test_the_command_writes_its_files_and_survives_ctrl_c(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(budget_study, "QUICK", TINY)
-    words = ["--quick", "--output_dir", str(tmp_path)]
-    compare_arms, seen = budget_study.compare_arms, []
-
-    def interrupted(*arguments):
-        seen.append(arguments)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        return compare_arms(*arguments)
-
-    monkeypatch.setattr(budget_study, "compare_arms", interrupted)
-    assert call(monkeypatch, *words) == 130
-    assert "same command continues" in capsys.readouterr().err
-    assert len((tmp_path / ROWS_FILE).read_text().splitlines()) == 1 + 3 + 2
-    assert call(monkeypatch, *words) == 0
-    assert len(seen) == 1 + 6  # none of the finished ones again
-    assert {p.name for p in tmp_path.iterdir()} == {
-        ROWS_FILE, "table.json", "table.md", "figure1.png",
-    }  # fmt: skip
-    assert "GD-dynamic" in capsys.readouterr().out
-    for refused in (("--seeds", "1"), ("--steps", "50", "1")):
-        assert call(monkeypatch, *refused, *words) == 2
-
-
-@pytest.mark.slow
-def test_the_quick_study_as_it_is(tmp_path, monkeypatch, capsys):
-    assert call(monkeypatch, "--quick", "--output_dir", str(tmp_path)) == 0
-    losses = {
-        (row["source"], row["examples"], row["arm"]): row["loss"]
-        for row in json.loads((tmp_path / "table.json").read_text())
-        if (row["budget"], row["chosen_on"]) == ("zcdp", "private")
-    }
-    assert len(losses) == 4 * len(ARMS) and QUICK.seeds == 6
-    for arm in ARMS:  # more data, less loss
-        assert losses["digits", 240, arm] < losses["digits", 120, arm]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import runpy
-import sys
 
 import numpy as np
 import pytest
@@ -173,39 +170,6 @@ def few_facts(monkeypatch):
     """The tables that do not depend on the rows, which need seconds."""
     for name in ("noise_table", "column_table", "theory_table"):
         monkeypatch.setattr(report, name, lambda *_, name=name: name)
-
-
-@pytest.mark.usefixtures("few_facts")
-def test_an_interrupted_command_keeps_its_rows_and_continues(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_module, "QUICK", TINY)
-    words = ["online_federated", "--quick", "--seeds", "2", "--output_dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", words)
-    whole, left = Setting.rows, [3]
-
-    def interrupted(setting):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return whole(setting)
-
-    def script():
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_module("scripts.studies.online_federated", run_name="__main__")
-        return ended.value.code
-
-    monkeypatch.setattr(Setting, "rows", interrupted)
-    assert script() == 130
-    kept = (tmp_path / "rows.jsonl").read_text()
-    assert (tmp_path / "logistic.png").exists() and not (tmp_path / "digits.png").exists()
-    monkeypatch.setattr(Setting, "rows", whole)
-    assert script() == 0
-    assert (tmp_path / "rows.jsonl").read_text().startswith(kept)
-    assert (tmp_path / "digits.png").read_bytes()[:4] == b"\x89PNG"
-    text = (tmp_path / "table.md").read_text()
-    assert "| 3 | over tau | 2 | 0.001 |" in text and "theory_table" in text
-    values = json.loads((tmp_path / "table.json").read_text())
-    clear = [v for v in values if v["noise"] == "noiseless" and v["chosen"]]
-    assert len(clear) == 5 and all(v["gap"] == 0 for v in clear)
 
 
 def test_tables_show_gaps_and_the_golden_figures():

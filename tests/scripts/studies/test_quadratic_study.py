@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import runpy
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +11,9 @@ import pytest
 from hf_dpzero.papers.quadratic import Cell, Quadratic
 from scripts.studies.harness import run
 from scripts.studies.quadratic import grid
-from scripts.studies.quadratic import study as study_module
 from scripts.studies.quadratic.grid import SPECTRA
-from scripts.studies.quadratic.study import QUICK, Study, gradient_table, plot
+from scripts.studies.quadratic.study import QUICK, Study
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = Study(
     dimensions=(5, 10), steps=(10, 20), gradient_steps=(10,), rates=(0.1, 1.0), clips=(1.0,),
     num_examples=50,
@@ -52,37 +47,9 @@ def test_left_out_dp_gd_cells_cannot_be_best():
     )
 
 
-def test_a_study_resumes_and_refuses_other_settings(tmp_path, monkeypatch):
-    rows = run(SMALL, tmp_path)
-    assert len(rows) == 2 * 3 * 3
-    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines[:-2]) + "\n")
-    assert run(SMALL, tmp_path) == rows
-    monkeypatch.setattr(grid, "figures", None)  # nothing is left to run
-    assert run(SMALL, tmp_path) == rows
-    with pytest.raises(ValueError, match="other settings"):
-        run(dataclasses.replace(SMALL, seeds=(2,)), tmp_path)
-    assert "| log(d) | 10 |" in gradient_table(rows)
-    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in plot(rows, tmp_path))
-
-
 def test_unknown_methods_are_refused():
     with pytest.raises(ValueError, match="dp-gd"):
         grid.figures(problem(), "newton", [Cell(10, 0.1, 1.0)], seed=1)
-
-
-def test_the_command_writes_rows_table_and_figures(tmp_path, monkeypatch):
-    """On a small grid in the place of the quick one, which takes a minute."""
-    monkeypatch.setattr(study_module, "QUICK", SMALL)
-    words = ["quadratic", "--quick", "--output_dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("scripts.studies.quadratic", run_name="__main__")
-    assert ended.value.code == 0
-    assert {path.name for path in tmp_path.iterdir()} >= {
-        "rows.jsonl", "table.md", "figure1.png", "figure2.png",
-    }  # fmt: skip
-    assert (tmp_path / "table.md").read_text() == gradient_table(run(SMALL, tmp_path))
 
 
 @pytest.mark.slow

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import runpy
-import sys
 
 import pytest
 
-from scripts.studies.harness import ROWS_FILE, run
+from scripts.studies.harness import run
 from scripts.studies.saddle_point import report, text_table
-from scripts.studies.saddle_point import study as study_module
 from scripts.studies.saddle_point.study import SMOOTH, Study, query_methods
 
 SMALL = Study(
@@ -76,53 +73,7 @@ def test_tables_and_plots_are_written(rows):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_of_nothing_yet_is_empty(tmp_path):
-    assert report.plot([], ("n",), tmp_path / "empty.png").is_file()
-
-
 def test_the_exponent_is_that_of_a_power():
     made = [{"size": n, "values": [3 * n**-0.5, 3 * n**-0.5]} for n in (10, 100, 1000)]
     assert report.slope(made) == pytest.approx(-0.5)
     assert math.isnan(report.slope(made[:1]))
-
-
-def test_a_study_resumes_and_refuses_other_settings(rows, monkeypatch):
-    study, found, folder = rows
-    path = folder / ROWS_FILE
-    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
-    assert run(study, folder) == found
-    monkeypatch.setattr(study_module, "Point", None)  # nothing is left to run
-    assert run(study, folder) == found
-    with pytest.raises(ValueError, match="other settings"):
-        run(dataclasses.replace(study, seeds=(2, 3)), folder)
-
-
-def script(folder, monkeypatch, *words):
-    argv = ["saddle_point", "--quick", "--output_dir", str(folder), *words]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("scripts.studies.saddle_point", run_name="__main__")
-    return ended.value.code
-
-
-def test_an_interrupted_command_keeps_its_rows_and_continues(tmp_path, monkeypatch, capsys):
-    small = dataclasses.replace(SMALL, smooth_sizes=(), regression_sizes=(), query_sizes=())
-    monkeypatch.setattr(study_module, "QUICK", small)
-    monkeypatch.setattr(report, "plot", lambda *_: None)
-    whole, left = study_module.Point.row, [3]
-
-    def interrupted(point):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return whole(point)
-
-    monkeypatch.setattr(study_module.Point, "row", interrupted)
-    assert script(tmp_path, monkeypatch, "--seeds", "2") == 130
-    kept = (tmp_path / ROWS_FILE).read_text()
-    assert kept.count("\n") == 1 + 3 and (tmp_path / "table.md").exists()
-    assert "3 rows kept" in capsys.readouterr().err
-    monkeypatch.setattr(study_module.Point, "row", whole)
-    assert script(tmp_path, monkeypatch, "--seeds", "2") == 0
-    assert (tmp_path / ROWS_FILE).read_text().startswith(kept)
-    assert script(tmp_path, monkeypatch, "--seeds", "1") == 2
