@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
-from tiny_runs import build, tiny_model
-from transformers import BertForSequenceClassification
+from attacked_runs import SECRET, finished, hub_cache, loaded
+from tiny_runs import tiny_model
 
 from hf_dpzero.cli import main
 from hf_dpzero.ledger.replay import replay
@@ -18,32 +17,22 @@ from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, earlier_runs, trained_as
 
-SECRET: dict[str, Any] = {
-    "testing.sampler_key": None,
-    "testing.insecure_noise_seed": None,
-    "max_steps": 2,
-}
-
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished private run on "base", which lies beside it."""
     folder = tmp_path_factory.mktemp("runs")
     tiny_model().save_pretrained(folder / "base")
-    model = BertForSequenceClassification.from_pretrained(folder / "base")
-    trainer = build(folder / "first", model, save_strategy="steps", save_steps=1, **SECRET)
-    trainer.train()
-    trainer.save_model()
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    finished(folder / "first", loaded(folder / "base"), **saved)
     return folder / "first"
 
 
 def runs_of_base(folder: Path, base: Path, name: str | None = None) -> list[dict[str, Any]]:
     """Of the report of a second run, on a model from `base`."""
-    model = BertForSequenceClassification.from_pretrained(base)
+    model = loaded(base)
     model.config._name_or_path = name or str(base)
-    trainer = build(folder / "second", model, **SECRET)
-    trainer.train()
-    trainer.save_model()
+    finished(folder / "second", model, max_steps=2, **SECRET)
     return PrivacyReport.load(build_hub_folder(folder / "second", folder / "hub")).earlier_runs
 
 
@@ -51,15 +40,13 @@ def runs_of_base(folder: Path, base: Path, name: str | None = None) -> list[dict
 def test_a_base_in_the_hub_cache_is_recognised(
     first: Path, tmp_path: Path, monkeypatch: Any, revision: str
 ) -> None:
-    cache, commit = tmp_path / "cache" / "models--me--run1", "0" * 40
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / ("main" if revision == "main" else "v2")).write_text(commit)
-    shutil.copytree(build_hub_folder(first, tmp_path / "hub1"), cache / "snapshots" / commit)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub = build_hub_folder(first, tmp_path / "hub1")
+    ref = "main" if revision == "main" else "v2"
+    snapshot = hub_cache(tmp_path / "cache", "me/run1", hub, monkeypatch, ref)
     if revision == "main":
-        (entry,) = runs_of_base(tmp_path, cache / "snapshots" / commit, "me/run1")
+        (entry,) = runs_of_base(tmp_path, snapshot, "me/run1")
     else:
-        (entry,) = earlier_runs([Origin("me/run1", commit)])
+        (entry,) = earlier_runs([Origin("me/run1", snapshot.name)])
     statement = PrivacyReport.load(first).statement
     assert entry == {"folder": "me/run1", "private": True, "statement": statement}
 
@@ -95,7 +82,7 @@ def test_rebuilt_weights_bring_report_and_trajectory(first: Path, tmp_path: Path
 def test_a_part_of_a_run_under_the_report_of_the_whole_is_not_published(
     first: Path, tmp_path: Path
 ) -> None:
-    model = BertForSequenceClassification.from_pretrained(first.parent / "base")
+    model = loaded(first.parent / "base")
     replay(model, Trajectory.load(first / "trajectory.safetensors"), upto=1)
     part = Path(shutil.copytree(first, tmp_path / "part"))
     model.save_pretrained(part)

@@ -9,47 +9,33 @@ from typing import Any
 import dp_accounting as dp
 import pytest
 import torch
+from attacked_runs import SAVED, SECRET, Calls, finished, loaded
 from dp_accounting import pld
 from peft import IA3Config, get_peft_model
 from tiny_runs import build
-from transformers import BertForSequenceClassification, TrainerCallback
 
 from hf_dpzero import Trajectory
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.reporting.verification import report_of
 
-SAVED: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
-SECRET: dict[str, Any] = {
-    "testing.sampler_key": None,
-    "testing.insecure_noise_seed": None,
-    "max_steps": 3,
-}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step >= self.step
-
-
-def loaded(folder: Path) -> Any:
-    return BertForSequenceClassification.from_pretrained(folder)
+SHORT: dict[str, Any] = {**SECRET, "max_steps": 3}
+LONG: dict[str, Any] = {**SAVED, "max_steps": 6}
 
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Path:
     """A run that stopped after 2 of 6 steps, and can go on."""
-    folder = tmp_path / "first"
-    trainer = build(folder, trainer_settings={"callbacks": [StopAt(2)]}, **SECRET | SAVED)
-    trainer.train()
-    trainer.save_model()
-    return folder
+
+    def stop(state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step >= 2
+
+    callbacks = {"callbacks": [Calls("on_step_end", stop)]}
+    finished(tmp_path / "first", trainer_settings=callbacks, **LONG)
+    return tmp_path / "first"
 
 
 def go_on(folder: Path) -> Any:
-    trainer = build(folder, **SECRET | SAVED)
+    trainer = build(folder, **LONG)
     trainer.train(resume_from_checkpoint=True)
     trainer.save_model()
     return trainer
@@ -59,21 +45,19 @@ def test_a_first_run_that_goes_on_under_a_plan_that_was_made_before(
     stopped: Path, tmp_path: Path
 ) -> None:
     """Reading the plan's epsilon fixed it at 2 steps: 1.28 was reported where 1.54 was spent."""
-    second = build(tmp_path / "second", loaded(stopped), extends_run=str(stopped), **SECRET)
+    second = build(tmp_path / "second", loaded(stopped), extends_run=str(stopped), **SHORT)
     before = second.plan.epsilon(1e-3)
     first = go_on(stopped)
     second.model.load_state_dict(first.model.state_dict())
     with pytest.raises(ValueError, match="holds 6 steps, which this trainer's plan does not count"):
         second.train()
-    again = build(tmp_path / "second", loaded(stopped), extends_run=str(stopped), **SECRET)
-    again.train()
-    again.save_model()
+    finished(tmp_path / "second", loaded(stopped), extends_run=str(stopped), **SHORT)
     assert report_of(tmp_path / "second").epsilon > before + 0.1
 
 
 def test_a_run_that_is_extended_after_the_plan_was_made(stopped: Path, tmp_path: Path) -> None:
     """The plan knew of no run before, and its own steps were all that was reported: it is made anew."""
-    second = build(tmp_path / "second", loaded(stopped), **SECRET)
+    second = build(tmp_path / "second", loaded(stopped), **SHORT)
     alone = second.plan.epsilon(1e-3)
     assert second.privacy_report().parts == []
     second.args.extends_run = str(stopped)
@@ -91,7 +75,7 @@ def test_a_first_run_that_was_rolled_back(stopped: Path, tmp_path: Path) -> None
     for path in kept.iterdir():
         if path.is_file():
             shutil.copy(path, stopped)
-    second = build(tmp_path / "second", loaded(stopped), extends_run=str(stopped), **SECRET)
+    second = build(tmp_path / "second", loaded(stopped), extends_run=str(stopped), **SHORT)
     with pytest.raises(LedgerError, match="does not hold"):
         second.train()
 
@@ -106,9 +90,7 @@ def test_an_adapter_that_the_first_run_does_not_know(stopped: Path, tmp_path: Pa
         for name, parameter in model.named_parameters():
             if "ia3" in name:
                 parameter.mul_(1.5)
-    second = build(tmp_path / "second", model, extends_run=str(stopped), **SECRET)
-    second.train()
-    second.save_model()
+    finished(tmp_path / "second", model, extends_run=str(stopped), **SHORT)
     report = report_of(tmp_path / "second")
     assert report.base_weights == "equal_to_named_but_new_parts"
     assert any("freshly initialised" in caveat for caveat in report.caveats)
@@ -116,17 +98,12 @@ def test_an_adapter_that_the_first_run_does_not_know(stopped: Path, tmp_path: Pa
 
 def test_a_chain_with_nothing_chosen_costs_what_its_header_says(tmp_path: Path) -> None:
     """Adaptive clips and their count noise, as chosen, composed from the shipped file alone."""
-    chosen = SECRET | {"learning_rate": None, "clip": None}
-    first = build(tmp_path / "first", **chosen)
-    first.train()
-    first.save_model()
+    chosen = SHORT | {"learning_rate": None, "clip": None}
+    finished(tmp_path / "first", **chosen)
     aim = {"noise_multiplier": None, "target_epsilon": 4.0, "expected_batch_size": 24}
     folder = str(tmp_path / "first")
-    second = build(
-        tmp_path / "second", loaded(Path(folder)), extends_run=folder, **{**chosen, **aim}
-    )
-    second.train()
-    second.save_model()
+    extended = {**chosen, **aim, "extends_run": folder}
+    finished(tmp_path / "second", loaded(Path(folder)), **extended)
     plan = Trajectory.load(tmp_path / "second" / "trajectory.safetensors").header["plan"]
     accountant = pld.PLDAccountant(
         dp.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attacked_runs import SAVED, finished, killed
 from tiny_runs import build
-from transformers import TrainerCallback
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -18,25 +18,7 @@ from hf_dpzero.run_folder import keys as run_keys
 
 pytestmark = pytest.mark.slow
 
-SECRET: dict[str, Any] = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
-SETTINGS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, **SECRET}
-
-
-class _KilledAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= self.step:
-            raise KeyboardInterrupt
-
-
-def killed(folder: Path, step: int = 5) -> Path:
-    """A run that was killed after `step` steps; its last checkpoint is of an earlier one."""
-    trainer = build(folder, trainer_settings={"callbacks": [_KilledAt(step)]}, **SETTINGS)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    return folder
+SETTINGS: dict[str, Any] = {**SAVED, "max_steps": 8}
 
 
 @pytest.fixture
@@ -55,7 +37,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, ...]]
 
 
 def test_two_copies_of_a_killed_run_draw_other_batches(tmp_path: Path, batches: list) -> None:
-    first = killed(tmp_path / "a")
+    first = killed(tmp_path / "a", max_steps=8)
     second = Path(shutil.copytree(first, tmp_path / "b"))
     resumed = []
     for folder in (first, second):
@@ -78,7 +60,7 @@ def test_a_resumed_run_forgets_how_it_drew_before(tmp_path: Path, monkeypatch: A
         return keys[-1]
 
     monkeypatch.setattr(run_keys, "new_sampler_key", recorded)
-    folder = killed(tmp_path / "run")
+    folder = killed(tmp_path / "run", max_steps=8)
     build(folder, **SETTINGS).train(resume_from_checkpoint=True)
     assert len(keys) == 2 and keys[0] != keys[1]
     for path in folder.rglob("*"):
@@ -94,10 +76,8 @@ def cut_back(folder: Path, steps: int) -> None:
     ledger.write_bytes(ledger.read_bytes()[: -steps * record])
 
 
-def finished(folder: Path) -> Path:
-    trainer = build(folder, **SETTINGS)
-    trainer.train()
-    trainer.save_model()
+def whole(folder: Path) -> Path:
+    finished(folder, **SETTINGS)
     return folder
 
 
@@ -108,7 +88,7 @@ REPORT, TRAJECTORY, STATE = "privacy_report.json", "trajectory.safetensors", "dp
                                      "checkpoint-6/" + REPORT, "hub/" + TRAJECTORY])  # fmt: skip
 def test_a_ledger_that_was_cut_back_is_refused(tmp_path: Path, witness: str) -> None:
     """Whatever alone is left to tell of the steps that were cut."""
-    folder = finished(tmp_path / "run")
+    folder = whole(tmp_path / "run")
     shutil.copytree(folder / "checkpoint-8", folder / "hub")
     start = folder / "checkpoint-2"
     for name in (REPORT, TRAJECTORY, STATE):
@@ -124,7 +104,7 @@ def test_a_ledger_that_was_cut_back_is_refused(tmp_path: Path, witness: str) -> 
 
 def test_a_ledger_of_other_releases_is_refused(tmp_path: Path) -> None:
     """As long as the run's own, but not of the steps that made what lies beside it."""
-    first = killed(tmp_path / "a")
+    first = killed(tmp_path / "a", max_steps=8)
     second = Path(shutil.copytree(first, tmp_path / "b"))
     for folder in (first, second):
         build(folder, **SETTINGS).train(resume_from_checkpoint=True)
@@ -134,7 +114,7 @@ def test_a_ledger_of_other_releases_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_removed_ledger_is_no_fresh_start(tmp_path: Path) -> None:
-    folder = finished(tmp_path / "run")
+    folder = whole(tmp_path / "run")
     (folder / "trajectory.ledger").unlink()
     for path in folder.glob("checkpoint-*"):
         shutil.rmtree(path)
@@ -143,7 +123,7 @@ def test_a_removed_ledger_is_no_fresh_start(tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    folder = finished(tmp_path / "run")
+    folder = whole(tmp_path / "run")
     (folder / REPORT).write_text(json.dumps({"epsilon": 1.0}))
     with pytest.raises(LedgerError, match=r"privacy_report\.json cannot be read"):
         build(folder, **SETTINGS).train(resume_from_checkpoint=str(folder / "checkpoint-2"))

@@ -3,74 +3,28 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-from tiny_runs import build, tiny_data, tiny_model
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    Trainer,
-    TrainingArguments,
+from attacked_runs import (
+    SAVED,
+    SECRET,
+    finished,
+    hub_cache,
+    loaded,
+    lora,
+    plain_training,
+    shipped,
 )
+from tiny_runs import build, tiny_model
 
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.reporting.privacy_report import PrivacyReport
 
 pytestmark = pytest.mark.slow
 
-SECRET: dict[str, Any] = {
-    "testing.sampler_key": None,
-    "testing.insecure_noise_seed": None,
-    "max_steps": 2,
-}
-
-
-def lora(model: Any, **settings: Any) -> Any:
-    import peft
-
-    given = {"task_type": "SEQ_CLS", "r": 2, "target_modules": ["query", "value"], **settings}
-    return peft.get_peft_model(model, peft.LoraConfig(**given))
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return save_base(tmp_path)
-
-
-def save_base(tmp_path: Path) -> Path:
-    """A pretrained masked language model in a folder."""
-    torch.manual_seed(4)
-    shape = tiny_model().config.to_dict()
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-             "intermediate_size", "max_position_embeddings")  # fmt: skip
-    BertForMaskedLM(BertConfig(**{name: shape[name] for name in names})).save_pretrained(
-        tmp_path / "base"
-    )
-    return tmp_path / "base"
-
-
-def loaded(base: Path, **settings: Any) -> Any:
-    return BertForSequenceClassification.from_pretrained(base, **settings)
-
-
-def plain_training(model: Any, folder: Path) -> None:
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True,
-        save_strategy="no", learning_rate=1e-3,
-    )  # fmt: skip
-    Trainer(model=model, args=arguments, train_dataset=tiny_data()).train()
-
-
-def report_of(trainer: Any, folder: Path) -> PrivacyReport:
-    trainer.save_model()
-    return PrivacyReport.load(build_hub_folder(trainer.output_dir, folder))
+SHORT: dict[str, Any] = {**SECRET, "max_steps": 2}
 
 
 # ---- trained by this package before
@@ -79,47 +33,33 @@ def report_of(trainer: Any, folder: Path) -> PrivacyReport:
 @pytest.mark.parametrize("way", ["same", "copied", "wrapped", "unwrapped", "a_part"])
 def test_a_second_trainer_on_a_trained_model_is_refused(tmp_path: Path, way: str) -> None:
     first = lora(tiny_model()) if way == "unwrapped" else tiny_model()
-    build(tmp_path / "first", first, **SECRET).train()
+    build(tmp_path / "first", first, **SHORT).train()
+    second = tiny_model(seed=1) if way == "a_part" else first
     if way == "a_part":
-        second = tiny_model(seed=1)
         second.bert = first.bert
-    else:
-        change = {
-            "same": lambda model: model,
-            "copied": copy.deepcopy,
-            "wrapped": lora,
-            "unwrapped": lambda model: model.merge_and_unload().requires_grad_(True),
-        }
-        second = change[way](first)
-    trainer = build(tmp_path / "second", second, **SECRET)
+    elif way == "unwrapped":
+        second = first.merge_and_unload().requires_grad_(True)
+    elif way != "same":
+        second = {"copied": copy.deepcopy, "wrapped": lora}[way](first)
+    trainer = build(tmp_path / "second", second, **SHORT)
     with pytest.raises(ValueError, match=r"trained on the private data already.*base_is_public"):
         trainer.train()
     assert not (tmp_path / "second" / "trajectory.ledger").exists()
 
 
-def test_a_trained_model_that_is_declared_public_says_so(tmp_path: Path) -> None:
-    model = tiny_model()
-    build(tmp_path / "first", model, **SECRET).train()
-    trainer = build(tmp_path / "second", model, base_is_public=True, **SECRET)
-    trainer.train()
-    report = report_of(trainer, tmp_path / "hub")
-    assert report.private and report.base_weights == "declared_public"
-    assert any("base_is_public" in caveat for caveat in report.caveats)
-
-
-def test_a_model_that_was_put_back_is_the_base_again(tmp_path: Path) -> None:
+def test_what_was_declared_public_or_put_back_or_never_stepped_starts(tmp_path: Path) -> None:
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
-    build(tmp_path / "first", model, **SECRET).train()
-    model.load_state_dict(before)
-    build(tmp_path / "second", model, **SECRET).train()
-
-
-def test_a_run_that_never_stepped_leaves_no_mark(tmp_path: Path) -> None:
-    model = tiny_model()
     with pytest.raises(ValueError, match="500"):
-        build(tmp_path / "first", model, expected_batch_size=500, **SECRET).train()
-    build(tmp_path / "second", model, **SECRET).train()
+        build(tmp_path / "refused", model, expected_batch_size=500, **SHORT).train()
+    build(tmp_path / "first", model, **SHORT).train()
+    public = build(tmp_path / "public", model, base_is_public=True, **SHORT)
+    public.train()
+    report = shipped(public, tmp_path / "hub")
+    assert report.private and report.base_weights == "declared_public"
+    assert any("base_is_public" in caveat for caveat in report.caveats)
+    model.load_state_dict(before)
+    build(tmp_path / "back", model, **SHORT).train()
 
 
 # ---- trained by something else before
@@ -133,16 +73,16 @@ def test_a_model_that_a_plain_trainer_changed_is_refused(
     plain_training(model, tmp_path / "plain")
     model = lora(model) if kind == "adapter_of_a_trained_base" else model
     with pytest.raises(ValueError, match=r"the model was changed after.*base_is_public"):
-        build(tmp_path / "run", model, **SECRET).train()
-    trainer = build(tmp_path / "run", model, base_is_public=True, **SECRET)
+        build(tmp_path / "run", model, **SHORT).train()
+    trainer = build(tmp_path / "run", model, base_is_public=True, **SHORT)
     trainer.train()
-    assert report_of(trainer, tmp_path / "hub").base_weights == "declared_public"
+    assert shipped(trainer, tmp_path / "hub").base_weights == "declared_public"
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter", "bfloat16", "encoder_alone", "sharded"])
 def test_a_fresh_model_equals_the_base_that_it_names(base: Path, tmp_path: Path, kind: str) -> None:
     """Head and adapter are new; the dtype and the names of its tensors may differ."""
-    settings = dict(SECRET)
+    settings = dict(SHORT)
     if kind == "encoder_alone":
         loaded(base).bert.save_pretrained(base)
     if kind == "sharded":
@@ -155,7 +95,7 @@ def test_a_fresh_model_equals_the_base_that_it_names(base: Path, tmp_path: Path,
         settings |= {"microbatch_size": 1, "smoothing": 0.05}
     trainer = build(tmp_path / "run", lora(model) if kind == "adapter" else model, **settings)
     trainer.train()
-    report = report_of(trainer, tmp_path / "hub")
+    report = shipped(trainer, tmp_path / "hub")
     new = kind != "sharded"  # a head or an adapter that could have been trained before
     assert report.base_weights == "equal_to_named" + "_but_new_parts" * new and report.private
     assert any("freshly initialised" in caveat for caveat in report.caveats) == new
@@ -166,30 +106,26 @@ def test_a_fresh_model_equals_the_base_that_it_names(base: Path, tmp_path: Path,
 def test_a_hub_model_is_compared_with_the_cache(
     base: Path, tmp_path: Path, monkeypatch: Any, trained: bool
 ) -> None:
-    cache = tmp_path / "cache" / "models--someone--tiny"
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(base, cache / "snapshots" / ("0" * 40))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub_cache(tmp_path / "cache", "someone/tiny", base, monkeypatch)
     model = loaded(base)
     model.config._name_or_path = "someone/tiny"
     if trained:
         plain_training(model, tmp_path / "plain")
         with pytest.raises(ValueError, match="base model someone/tiny has: the model was changed"):
-            build(tmp_path / "run", model, **SECRET).train()
-    else:
-        trainer = build(tmp_path / "run", model, **SECRET)
-        trainer.train()
-        assert report_of(trainer, tmp_path / "hub").base_weights == "equal_to_named_but_new_parts"
-        assert "replay --base someone/tiny" in (tmp_path / "hub" / "README.md").read_text()
+            build(tmp_path / "run", model, **SHORT).train()
+        return
+    trainer = build(tmp_path / "run", model, **SHORT)
+    trainer.train()
+    assert shipped(trainer, tmp_path / "hub").base_weights == "equal_to_named_but_new_parts"
+    assert "replay --base someone/tiny" in (tmp_path / "hub" / "README.md").read_text()
 
 
 def test_what_cannot_be_compared_is_a_caveat(tmp_path: Path) -> None:
     model = tiny_model()
     model.config._name_or_path = "someone/not-on-this-machine"
-    trainer = build(tmp_path / "run", model, **SECRET)
+    trainer = build(tmp_path / "run", model, **SHORT)
     trainer.train()
-    report = report_of(trainer, tmp_path / "hub")
+    report = shipped(trainer, tmp_path / "hub")
     assert report.base_weights == "not_compared"
     assert any("were not compared" in caveat for caveat in report.caveats)
 
@@ -197,7 +133,7 @@ def test_what_cannot_be_compared_is_a_caveat(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["changed", "another_folder"])
 def test_a_resume_on_another_base_is_refused(base: Path, tmp_path: Path, way: str) -> None:
     """A checkpoint of an adapter does not bring the frozen weights along."""
-    settings = {**SECRET, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings = {**SAVED, "max_steps": 4}
     loaded(base).save_pretrained(base)  # with a pooler, which is frozen too
     build(tmp_path / "run", lora(loaded(base)), **settings).train()
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
@@ -216,11 +152,9 @@ def test_a_resume_on_another_base_is_refused(base: Path, tmp_path: Path, way: st
 
 def test_a_resume_keeps_what_was_known_of_the_base(base: Path, tmp_path: Path) -> None:
     """Its folder may have been overwritten since, by the run itself."""
-    leaky = {**SECRET, "method": "mezo", "noise_multiplier": None}
-    first = build(tmp_path / "leaky", loaded(base), **leaky)
-    first.train()
-    first.save_model()
-    settings = {**SECRET, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    leaky = {"method": "mezo", "noise_multiplier": None, "max_steps": 2}
+    finished(tmp_path / "leaky", loaded(base), **leaky)
+    settings = {**SAVED, "max_steps": 4}
     build(tmp_path / "run", loaded(tmp_path / "leaky"), **settings).train()
     (tmp_path / "leaky" / "privacy_report.json").unlink()
     second = build(tmp_path / "run", loaded(tmp_path / "leaky"), **settings)
@@ -233,29 +167,31 @@ def test_buffers_that_saw_rows_are_no_base(base: Path, tmp_path: Path) -> None:
     model = tiny_model()
     model.register_buffer("seen", torch.zeros(1))
     before = copy.deepcopy(model.state_dict())
-    build(tmp_path / "first", model, **SECRET).train()
+    build(tmp_path / "first", model, **SHORT).train()
     model.seen += 1.0
     model.load_state_dict({k: v for k, v in before.items() if k != "seen"}, strict=False)
     with pytest.raises(ValueError, match="trained on the private data already"):
-        build(tmp_path / "second", model, **SECRET).train()
+        build(tmp_path / "second", model, **SHORT).train()
     named = loaded(base)
     named.register_buffer("seen", torch.zeros(1))
     named.save_pretrained(base)
     named.seen += 1.0
     with pytest.raises(ValueError, match="^seen and 0 more tensors are not"):
-        build(tmp_path / "third", named, **SECRET).train()
+        build(tmp_path / "third", named, **SHORT).train()
 
 
 def test_embeddings_that_were_resized_are_compared_in_what_both_have(
     base: Path, tmp_path: Path
 ) -> None:
     """They counted as new: embeddings trained on private rows were shipped with 0.002 for one step."""
-    untouched = loaded(base)
-    untouched.resize_token_embeddings(51)
-    build(tmp_path / "fresh", untouched, max_steps=1).train()
-    trained = loaded(base)
-    with torch.no_grad():
-        trained.bert.embeddings.word_embeddings.weight[7].add_(1.0)
-    trained.resize_token_embeddings(51)
-    with pytest.raises(ValueError, match=r"word_embeddings.weight and 0 more"):
-        build(tmp_path / "trained", trained, max_steps=1).train()
+    for name, move in (("fresh", 0.0), ("trained", 1.0)):
+        model = loaded(base)
+        with torch.no_grad():
+            model.bert.embeddings.word_embeddings.weight[7].add_(move)
+        model.resize_token_embeddings(51)
+        trainer = build(tmp_path / name, model, max_steps=1)
+        if not move:
+            trainer.train()
+            continue
+        with pytest.raises(ValueError, match=r"word_embeddings.weight and 0 more"):
+            trainer.train()

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attacked_runs import SECRET
 from tiny_runs import build
 
 from hf_dpzero.reporting.hub import build_hub_folder
 
-SECRET: dict[str, Any] = {
-    "testing.sampler_key": None,
-    "testing.insecure_noise_seed": None,
-    "max_steps": 2,
-}
 LEFT = {
     "all_results.json": json.dumps({"eval_accuracy": 0.99, "test_accuracy": 0.98}),
     "test_results.json": json.dumps({"test_accuracy": 0.98}),
@@ -31,7 +27,7 @@ def test_what_another_run_left_is_moved_aside(tmp_path: Path, caplog: Any) -> No
     for name, text in LEFT.items():
         (out / name).write_text(text)
     (out / "recipe.yaml.before").write_text("older")
-    settings = {**SECRET, "save_strategy": "steps", "save_steps": 1}
+    settings = {**SECRET, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
     logging.getLogger("hf_dpzero").propagate = True
     trainer = build(out, **settings)
     with caplog.at_level(logging.WARNING):

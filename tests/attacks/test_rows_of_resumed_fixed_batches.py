@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
+from attacked_runs import SAVED, Calls, killed
 from datasets import Dataset
 from tiny_runs import build, tiny_data
 from torch.utils.data import Dataset as Rows
 from torch.utils.data import random_split
-from transformers import TrainerCallback
 
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.run_folder.keys import FILE, FOLDER
@@ -20,27 +20,12 @@ RUN = {
     "sampling": "fixed_batches",
     "learning_rate": 0.1,
     "max_steps": 12,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "testing.sampler_key": None,
-    "testing.insecure_noise_seed": None,
+    **SAVED,
 }
 
 
-class _KilledAt(TrainerCallback):
-    def __init__(self, step: int = 5) -> None:
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        if state.global_step >= self.step:
-            raise KeyboardInterrupt
-
-
-def killed(folder, data, **settings) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        build(
-            folder, data=data, trainer_settings={"callbacks": [_KilledAt()]}, **{**RUN, **settings}
-        ).train()
+def stopped(folder, data, **settings) -> None:
+    killed(folder, data=data, **{**RUN, **settings})
 
 
 def resumed(folder, data, **settings):
@@ -50,28 +35,21 @@ def resumed(folder, data, **settings):
 
 
 @pytest.mark.parametrize("correlation", ["none", "toeplitz"])
-def test_rows_in_another_order_are_refused(tmp_path, correlation):
+@pytest.mark.parametrize("moved", ["all", "two"])
+def test_rows_in_another_order_are_refused(tmp_path, correlation, moved):
     """Row 0 of the second start would be in the batch of another row, within one epoch of ten steps."""
-    data = tiny_data()
-    killed(tmp_path, data, correlated_noise={"kind": correlation})
-    moved = data.shuffle(seed=8)
-    with pytest.raises(LedgerError, match="same rows in the same order"):
-        resumed(tmp_path, moved, correlated_noise={"kind": correlation})
-
-
-def test_two_rows_that_change_places_are_refused(tmp_path):
-    data = tiny_data()
-    killed(tmp_path, data)
+    data, noise = tiny_data(), {"correlated_noise": {"kind": correlation}}
+    stopped(tmp_path, data, **noise)
     order = list(range(len(data)))
     order[17], order[83] = order[83], order[17]
     with pytest.raises(LedgerError, match="same rows in the same order"):
-        resumed(tmp_path, data.select(order))
+        resumed(tmp_path, data.shuffle(seed=8) if moved == "all" else data.select(order), **noise)
 
 
 def test_the_same_rows_from_elsewhere_go_on(tmp_path):
     """Equal contents, whatever the object, its fingerprint or its cache."""
     data = tiny_data()
-    killed(tmp_path, data)
+    stopped(tmp_path, data)
     assert resumed(tmp_path, Dataset.from_list(data.to_list())).trajectory.next_step == 12
 
 
@@ -93,7 +71,7 @@ class _Cropped(Rows):
 def test_rows_that_are_drawn_anew_cannot_be_resumed(tmp_path, caplog, resumed_on):
     """Said at the start, and refused where it would matter: a row could take part twice in an epoch."""
     data = tiny_data()
-    killed(tmp_path, _Cropped(data))
+    stopped(tmp_path, _Cropped(data))
     assert "could not be resumed" in caplog.text
     then = data if resumed_on == "same" else data.shuffle(seed=8)
     with pytest.raises(LedgerError, match=r"(?s)drawn anew.*row's number.*sampling='poisson'"):
@@ -104,14 +82,8 @@ def test_rows_that_are_drawn_anew_cannot_be_resumed(tmp_path, caplog, resumed_on
 def test_rows_that_are_shuffled_in_place_while_a_run_trains_end_it(tmp_path, event):
     data = list(tiny_data())
 
-    class Shuffles(TrainerCallback):
-        pass
-
-    def shuffle(self, args, state, control, **kwargs):
-        data.insert(0, data.pop())
-
-    setattr(Shuffles, event, shuffle)
-    trainer = build(tmp_path, data=data, **RUN, trainer_settings={"callbacks": [Shuffles()]})
+    shuffle = Calls(event, lambda *_, **__: data.insert(0, data.pop()))
+    trainer = build(tmp_path, data=data, **RUN, trainer_settings={"callbacks": [shuffle]})
     with pytest.raises(LedgerError, match="same rows in the same order"):
         trainer.train()
     with pytest.raises(ValueError, match="not saved"):
@@ -135,7 +107,7 @@ def test_a_transform_that_draws_is_compared_by_what_is_stored(tmp_path, split):
         return random_split(most, [120, 40], generator)[0]
 
     data = tiny_data(200 if split else 120)
-    killed(tmp_path, rows(data))
+    stopped(tmp_path, rows(data))
     others = [rows(data.shuffle(seed=8)), *([rows(data, seed=2)] if split else [])]
     for other in others:
         with pytest.raises(LedgerError, match="same rows in the same order"):
@@ -146,7 +118,7 @@ def test_a_transform_that_draws_is_compared_by_what_is_stored(tmp_path, split):
 @pytest.mark.parametrize("kept", ["", None])
 def test_a_file_of_keys_without_a_digest_is_refused(tmp_path, kept):
     """As it was written for rows that are drawn anew, and before there were digests."""
-    killed(tmp_path, tiny_data())
+    stopped(tmp_path, tiny_data())
     file = tmp_path / FOLDER / FILE
     stored = {**json.loads(file.read_text()), "rows": kept}
     file.write_text(json.dumps({k: v for k, v in stored.items() if v is not None}))
@@ -158,7 +130,7 @@ def test_the_digest_of_the_rows_needs_the_secret_key(tmp_path):
     """Two runs on the same rows keep different digests: nobody can try guessed rows without the key."""
     digests = []
     for name in "ab":
-        killed(tmp_path / name, tiny_data())
+        stopped(tmp_path / name, tiny_data())
         stored = json.loads((tmp_path / name / FOLDER / FILE).read_text())
         digests.append(stored["rows"])
     assert len(set(digests)) == 2

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from attacked_runs import SAVED, finished, loaded, lora, not_shipped, plain_training
 from safetensors.torch import load_file, save_file
-from tiny_runs import build, tiny_data, tiny_model
-from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+from tiny_runs import tiny_model
 
 from hf_dpzero.privacy.selection import composition_entry
 from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
@@ -21,7 +21,8 @@ from hf_dpzero.reporting.weights import digest_weights
 
 pytestmark = pytest.mark.slow
 
-SECRET: dict[str, Any] = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
+SHORT: dict[str, Any] = {**SAVED, "save_steps": 1, "max_steps": 2}
+OTHER_WEIGHTS = "not those that privacy_report.json was written for"
 
 
 def runs_in(*names: Any) -> list[dict[str, Any]]:
@@ -29,57 +30,26 @@ def runs_in(*names: Any) -> list[dict[str, Any]]:
     return earlier_runs([Origin.of(str(name), None) for name in names])
 
 
-def lora() -> Any:
-    import peft
-
-    settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
-    return peft.get_peft_model(tiny_model(), settings)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    trainer = build(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1, **SECRET)
-    trainer.train()
-    trainer.save_model()
+    finished(tmp_path / "out", **SHORT)
     return tmp_path / "out"
-
-
-def refused(folder: Path, tmp_path: Path) -> None:
-    for make in (
-        lambda: build_hub_folder(folder, tmp_path / "hub"),
-        lambda: write_model_card(folder),
-    ):
-        with pytest.raises(ValueError, match="not those that privacy_report.json was written for"):
-            make()
-    assert not (tmp_path / "hub").exists() and not (folder / "README.md").exists()
 
 
 def test_weights_of_a_plain_trainer_in_the_same_folder_are_not_shipped(
     run: Path, tmp_path: Path
 ) -> None:
-    model = BertForSequenceClassification.from_pretrained(run)
-    arguments = TrainingArguments(
-        output_dir=str(run), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True
-    )
-    plain = Trainer(model=model, args=arguments, train_dataset=tiny_data())
-    plain.train()
-    plain.save_model()
-    refused(run, tmp_path)
+    plain_training(loaded(run), run).save_model()
+    not_shipped(run, tmp_path / "hub", OTHER_WEIGHTS)
     (entry,) = runs_in(run)  # and as a base they count for what they are
     assert not entry["private"] and "not of what lies beside it" in entry["statement"]
 
 
 def test_a_model_that_was_trained_on_is_not_saved_under_the_report(tmp_path: Path) -> None:
     """The DPZero trainer is asked to save after a plain one has changed its model."""
-    trainer = build(tmp_path / "out", max_steps=2, **SECRET)
-    trainer.train()
-    trainer.save_model()
+    trainer = finished(tmp_path / "out", max_steps=2)
     before = digest_weights(tmp_path / "out")
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "plain"), max_steps=2, report_to="none", use_cpu=True,
-        disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
-    Trainer(model=trainer.model, args=arguments, train_dataset=tiny_data()).train()
+    plain_training(trainer.model, tmp_path / "plain")
     for save in (trainer.save_model, trainer.push_to_hub):
         with pytest.raises(ValueError, match="changed after training"):
             save()
@@ -93,9 +63,8 @@ def test_a_model_that_was_trained_on_is_not_saved_under_the_report(tmp_path: Pat
 
 @pytest.mark.parametrize("change", ["one_bit", "a_name", "a_shape", "a_dtype", "one_more"])
 def test_any_change_of_the_weights_is_seen(run: Path, tmp_path: Path, change: str) -> None:
-    path = run / "model.safetensors"
+    path, name = run / "model.safetensors", "classifier.weight"
     tensors = load_file(path)
-    name = "classifier.weight"
     if change == "one_bit":
         tensors[name].view(torch.int32)[0, 0] ^= 1
     elif change == "a_name":
@@ -107,7 +76,7 @@ def test_any_change_of_the_weights_is_seen(run: Path, tmp_path: Path, change: st
     else:
         tensors["more"] = torch.zeros(1)
     save_file(tensors, path, metadata={"format": "pt"})
-    refused(run, tmp_path)
+    not_shipped(run, tmp_path / "hub", OTHER_WEIGHTS)
 
 
 def test_shards_of_another_model_do_not_slip_in(run: Path, tmp_path: Path) -> None:
@@ -115,18 +84,14 @@ def test_shards_of_another_model_do_not_slip_in(run: Path, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="classifier.weight in two files"):
         build_hub_folder(run, tmp_path / "hub")
     save_file({"other": torch.ones(2)}, run / "model-00001-of-00001.safetensors")
-    refused(run, tmp_path)
+    not_shipped(run, tmp_path / "hub", OTHER_WEIGHTS)
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 def test_every_folder_that_a_run_saves_names_its_own_weights(tmp_path: Path, kind: str) -> None:
     """The run's folder, another one, and checkpoints; whole models, in shards too, and adapters."""
-    model = tiny_model() if kind == "model" else lora()
-    trainer = build(
-        tmp_path / "out", model, max_steps=2, save_strategy="steps", save_steps=1, **SECRET
-    )
-    trainer.train()
-    trainer.save_model()
+    model = tiny_model() if kind == "model" else lora(tiny_model())
+    trainer = finished(tmp_path / "out", model, **SHORT)
     trainer.save_model(str(tmp_path / "elsewhere"))
     folders = [tmp_path / "out", tmp_path / "elsewhere", *(tmp_path / "out").glob("checkpoint-*")]
     assert len(folders) == 4
@@ -185,15 +150,11 @@ def test_an_edited_number_is_refused(
     run: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     edited(run, **change)
-    for make in (lambda: build_hub_folder(run, tmp_path / "hub"), lambda: write_model_card(run)):
-        with pytest.raises(ValueError, match=message):
-            make()
+    not_shipped(run, tmp_path / "hub", message)
 
 
 def test_what_a_run_said_about_tuning_stays_said(tmp_path: Path) -> None:
-    trainer = build(tmp_path / "out", tuning="not_accounted", max_steps=2, **SECRET)
-    trainer.train()
-    trainer.save_model()
+    finished(tmp_path / "out", tuning="not_accounted", max_steps=2)
     for tuning in ("none", "public"):
         report = edited(tmp_path / "out", tuning=tuning)
         with pytest.raises(ValueError, match=f"tuning: {tuning} / not_accounted"):
@@ -207,9 +168,7 @@ def test_a_sweeps_entry_replaces_only_what_its_trials_say(tmp_path: Path) -> Non
     """Trials of a sweep run as "not_accounted"; its total may not be above the target it states."""
     for tuning in ("not_accounted", "public"):
         out = tmp_path / tuning
-        trainer = build(out, tuning=tuning, max_steps=2, **SECRET)
-        trainer.train()
-        trainer.save_model()
+        trainer = finished(out, tuning=tuning, max_steps=2)
         plan, report = trainer.plan, PrivacyReport.load(out)
         swept = report.with_tuning(composition_entry([plan, plan], ["clip"]), plan)
         swept.save(out)

@@ -10,25 +10,18 @@ from typing import Any
 import huggingface_hub
 import pytest
 import transformers
-from tiny_runs import build
+from attacked_runs import finished, not_shipped
 
 from hf_dpzero.recipes.recipe import recipe_parser
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.hub import OWN_SETTINGS, public_recipe
 
-SECRET: dict[str, Any] = {
-    "testing.sampler_key": None,
-    "testing.insecure_noise_seed": None,
-    "max_steps": 1,
-}
 ROWS = "Jane Roe"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    trainer = build(tmp_path / "out", **SECRET)
-    trainer.train()
-    trainer.save_model()
+    finished(tmp_path / "out", max_steps=1)
     return tmp_path / "out"
 
 
@@ -38,13 +31,7 @@ def test_links_to_private_files_are_not_followed(run: Path, tmp_path: Path, name
     private.write_text(path.read_text() if path.exists() else json.dumps({"text_column": ROWS}))
     path.unlink(missing_ok=True)
     path.symlink_to(private)
-    for make in (
-        lambda: hub.build_hub_folder(run, tmp_path / "hub"),
-        lambda: hub.write_model_card(run),
-    ):
-        with pytest.raises(ValueError, match=f"{name} is a link"):
-            make()
-    assert not (tmp_path / "hub").exists() and not (run / "README.md").exists()
+    not_shipped(run, tmp_path / "hub", f"{name} is a link")
 
 
 def test_a_recipe_is_shipped_as_known_fields(run: Path, tmp_path: Path) -> None:

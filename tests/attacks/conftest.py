@@ -1,0 +1,5 @@
+"""Fixtures of the attacks."""
+
+from attacked_runs import base
+
+__all__ = ["base"]
