@@ -103,7 +103,7 @@ BUGS = (
         '"input_ids": [p.input_ids for p in prompts],'),
     Bug("padding_on_wrong_side",
         "Batches are padded on the side that the tokenizer does not pad.",
-        "hf_dpzero/tasks/prompted.py", "tests/tasks/test_prompted_tasks.py::test_label_word_batches",
+        "hf_dpzero/tasks/prompted.py", "tests/tasks/test_prompted_tasks.py::test_padded_batches",
         'if side == "right"',
         'if side == "left"'),
     Bug("tied_weights_forgotten",

@@ -16,18 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_dpzero.objectives.losses import IGNORE_INDEX
 from hf_dpzero.tasks.classification import classification_scores
 from hf_dpzero.tasks.description import DataArguments, TaskDescription
 from hf_dpzero.tasks.prompted import (
-    Batch,
     Columns,
     PromptCollator,
     PromptTask,
     Row,
-    column_tensor,
-    id_tensors,
-    padded,
     padding_id,
     prompt_of,
 )
@@ -68,18 +63,17 @@ def prompted_generation(data: DataArguments, description: TaskDescription) -> Pr
         )
     if data.objective == "accuracy":
         raise ValueError("objective='accuracy' is for label words: use f1 or loss here.")
-    no_labels = "has no labels; set max_train_samples for fewer rows"
-    columns_own = "names its own columns: rename those of the rows, or describe it in a .yaml file"
-    for why, names in (
-        (no_labels, ("num_examples_per_class", "label_words", "class_names")),
-        (columns_own, ("text_column", "text_pair_column", "label_column")),
-    ):
-        for name in names:
-            value = getattr(data, name)
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value!r} is not for task {description.name!r}, which {why}."
-                )
+    unfit = {
+        "has no labels; set max_train_samples for fewer rows": (
+            "num_examples_per_class", "label_words", "class_names",
+        ),
+        "names its own columns: rename those of the rows, or describe it in a .yaml file": (
+            "text_column", "text_pair_column", "label_column",
+        ),
+    }  # fmt: skip
+    for why, name in ((why, name) for why, names in unfit.items() for name in names):
+        if (value := getattr(data, name)) is not None:
+            raise ValueError(f"{name}={value!r} is not for task {description.name!r}, which {why}.")
     prompt, template = prompt_of(data, description)
     splits = load_splits(data, description.source)
     columns = {name: column_of(splits, known) for name, known in description.fields.items()}
@@ -126,23 +120,6 @@ def gold_answers(value: Any) -> Golds:
     return list(distinct.values())
 
 
-class AnswerCollator(PromptCollator):
-    """input_ids, attention_mask, labels `[B, T]`, references `[B]`; see `Answers`."""
-
-    columns = ("input_ids", "prompt_length", "references")
-
-    def __call__(self, rows: Sequence[Row]) -> Batch:
-        ids = id_tensors(rows)
-        labels = [tokens.clone() for tokens in ids]
-        for row, tokens in zip(rows, labels, strict=True):
-            tokens[: int(row["prompt_length"])] = IGNORE_INDEX
-        return {
-            **self.tokens(ids),
-            "labels": padded(labels, IGNORE_INDEX, self.side, self.most),
-            "references": column_tensor(rows, "references"),
-        }
-
-
 @dataclass(frozen=True, kw_only=True)
 class PromptedGeneration(PromptTask):
     """Trains on an answer's tokens and scores the decoded one; see `PromptTask`.
@@ -181,10 +158,10 @@ class PromptedGeneration(PromptTask):
             )
         return ", ".join(" ".join(span.split()) for span in golds[0])
 
-    def collator(self, tokenizer: PreTrainedTokenizerBase) -> AnswerCollator:
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> PromptCollator:
         """Returns prompt and answer in a row, labels on the answer alone."""
-        most = self.data.max_seq_length
-        return AnswerCollator(padding_id(tokenizer), tokenizer.padding_side, most)
+        columns = ("input_ids", "prompt_length", "references")
+        return self._collator(tokenizer, columns)
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
         """Returns the answer tokens' mean cross entropy, or with objective: f1 1 - F1 of the decoded."""
@@ -201,7 +178,7 @@ class PromptedGeneration(PromptTask):
 
         def f1(ids: Sequence[int], reference: int) -> float:
             answer, golds = self._scored(decoded_answer(tokenizer, ids), self._golds[reference])
-            return answer_f1(answer, golds, self.scored_as)
+            return answer_score(answer, golds, self.scored_as)[1]
 
         return AnswerF1(answers, f1)
 
@@ -257,16 +234,15 @@ def answer_scores(
 
     Args:
       predictions: N answers, perhaps empty; for "drop" strings or lists of spans.
-      references: N lists of at least one right answer, for "drop" strings or lists of spans. Spans of
-        one annotator belong in one inner list, alternatives in several.
+      references: N lists of right answers, for "drop" strings or lists of spans. Spans of one annotator
+        belong in one inner list, alternatives in several.
       metric: "squad" or "drop".
 
     Returns:
       {"exact_match": ..., "f1": ...}.
 
     Raises:
-      ValueError: no rows, another number of references, something that is not a string, or a row
-        without right answers; names the row.
+      ValueError: no rows, another number of references, or as `answer_score`.
 
     >>> answer_scores(["Paris", ""], [["paris", "Paris, France"], ["London"]], "squad")
     {'exact_match': 0.5, 'f1': 0.5}
@@ -278,23 +254,13 @@ def answer_scores(
             f"{len(predictions)} predictions for {len(references)} references; give one each, for "
             "at least one row."
         )
-    rows = list(zip(predictions, references, strict=True))
-    for row, (prediction, golds) in enumerate(rows):
-        if not isinstance(golds, (list, tuple, np.ndarray)) or not len(golds):
-            raise ValueError(
-                f"row {row} has {golds!r}, not a list of right answers; give at least one, as in "
-                "['Paris'], or drop the row."
-            )
-        for answer in (prediction, *golds):
-            listed = metric == "drop" and isinstance(answer, (list, tuple, np.ndarray))
-            if not all(isinstance(span, str) for span in (answer if listed else [answer])):
-                raise ValueError(f"row {row} has {answer!r}, not a string; decode or str() it.")
-    scores = np.mean([_RULES[metric](*row) for row in rows], axis=0)
-    return {"exact_match": float(scores[0]), "f1": float(scores[1])}
+    rows = zip(predictions, references, strict=True)
+    exact, f1 = np.mean([answer_score(*row, metric) for row in rows], axis=0)
+    return {"exact_match": float(exact), "f1": float(f1)}
 
 
-def answer_f1(prediction: Answer, golds: Sequence[Answer], metric: str) -> float:
-    """Returns the F1 of one generated answer in [0, 1], the best over its gold answers.
+def answer_score(prediction: Answer, golds: Sequence[Answer], metric: str) -> tuple[float, float]:
+    """Returns exact match and F1 of one generated answer in [0, 1], each the best over its gold answers.
 
     Args:
       prediction: a string; for "drop" also a list of spans, perhaps empty.
@@ -303,13 +269,15 @@ def answer_f1(prediction: Answer, golds: Sequence[Answer], metric: str) -> float
       metric: "squad" or "drop".
 
     Raises:
-      ValueError: golds is a string or empty.
+      ValueError: golds is a string or empty; quotes no answer, which may be a private row's.
     """
     if isinstance(golds, str) or not len(golds):  # a string would be scored letter by letter
         raise ValueError(
-            f"golds={golds!r} is not a list of right answers; give at least one, as in ['Paris']."
+            f"golds is a {type(golds).__name__} of length {len(golds)}, not a list of right answers; "
+            "give at least one, as in ['Paris']."
         )
-    return _RULES[metric](prediction, golds)[1]
+    rules: dict[str, Callable[..., tuple[float, float]]] = {"squad": _squad, "drop": _drop}
+    return rules[metric](prediction, golds)
 
 
 def evaluate_metric(name: str) -> evaluate.Metric:
@@ -404,16 +372,16 @@ def _drop(prediction: Answer, golds: Sequence[Answer]) -> tuple[float, float]:
     """
     from scipy.optimize import linear_sum_assignment
 
-    def normalized(answer: Answer) -> list[str]:
-        return [drop_normalized(span) for span in _spans(answer)]
+    def spans_of(answer: Answer) -> Sequence[str]:
+        return [answer] if isinstance(answer, str) else answer
 
-    said, exact, best = normalized(prediction), False, 0.0
+    said, exact, best = [drop_normalized(span) for span in spans_of(prediction)], False, 0.0
     predicted = [set(span.split()) for span in said]
     for gold in golds:
-        spans = _spans(gold)
+        spans = spans_of(gold)
         if not len(spans) or not spans[0].strip():  # an annotator who left nothing
             continue
-        wanted = normalized(gold)
+        wanted = [drop_normalized(span) for span in spans]
         # Of repeated spans only the number counts, as in the script.
         exact = exact or (len(said) == len(wanted) and set(said) == set(wanted))
         pairs = np.array([[_set_f1(set(one.split()), o) for o in predicted] for one in wanted])
@@ -434,10 +402,6 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _spans(answer: Answer) -> Sequence[str]:
-    return [answer] if isinstance(answer, str) else answer
-
-
 def _set_f1(gold: set[str], predicted: set[str]) -> float:
     """The harmonic mean of precision and recall; 0 if gold has numbers and none is predicted."""
     numbers = {word for word in gold if _is_number(word)}
@@ -451,7 +415,3 @@ def _set_f1(gold: set[str], predicted: set[str]) -> float:
 def _without_articles(text: str) -> str:
     """A lower-case text without the words a, an, the, and with single spaces between words."""
     return " ".join(_ARTICLES.sub(" ", text).split())
-
-
-_RULES: dict[str, Callable[..., tuple[float, float]]] = {"squad": _squad, "drop": _drop}
-"""Metric -> exact match and F1 of one example."""

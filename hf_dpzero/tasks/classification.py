@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import datasets
 import numpy as np
 
 from hf_dpzero.tasks.description import DataArguments, TaskDescription
-from hf_dpzero.tasks.quickstart import load_generated
+from hf_dpzero.tasks.quickstart import generated
 from hf_dpzero.tasks.rows import (
     TEXT_TYPES,
     column_of,
@@ -115,15 +116,7 @@ class Task:
         self, tokenizer: PreTrainedTokenizerBase
     ) -> Callable[[EvalPrediction], dict[str, float]]:
         """Returns what makes {"accuracy": ...} of logits, and macro_f1 where that is the metric."""
-
-        def compute(prediction: EvalPrediction) -> dict[str, float]:
-            logits = prediction.predictions
-            # A model with further outputs puts its logits first.
-            logits = logits[0] if isinstance(logits, tuple) else logits
-            chosen = np.argmax(logits, axis=-1)
-            return classification_scores(chosen, np.asarray(prediction.label_ids), self.metric)
-
-        return compute
+        return functools.partial(chosen_scores, metric=self.metric)
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Returns None: the model's head says what is minimised (`objectives.select_objective`)."""
@@ -176,14 +169,21 @@ def _encode(
     return {**first, **pair, "labels": rows["label"]}
 
 
+def chosen_scores(prediction: EvalPrediction, metric: str) -> dict[str, float]:
+    """Scores the class with the largest of the logits `[N, L]` (see `classification_scores`)."""
+    logits = prediction.predictions
+    # A model with further outputs puts its logits first.
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return classification_scores(np.argmax(logits, axis=-1), prediction.label_ids, metric)
+
+
 def classification_scores(
     predictions: ArrayLike, references: ArrayLike, metric: str
 ) -> dict[str, float]:
     """Returns what evaluation of a classification reports.
 
     Args:
-      predictions: `[N]` integers or booleans, N >= 1.
-      references: the same.
+      predictions, references: `[N]` integers or booleans, N >= 1.
       metric: "accuracy" or "macro_f1".
 
     Returns:
@@ -191,21 +191,14 @@ def classification_scores(
       classes that occur in either of 2 TP / (2 TP + FP + FN)}, as scikit-learn's `average="macro"`.
 
     Raises:
-      ValueError: no integers, different lengths, or no rows.
+      ValueError: other shapes, or no rows.
     """
     predicted, true = np.asarray(predictions), np.asarray(references)
-    for name, classes in (("predictions", predicted), ("references", true)):
-        if classes.size and classes.dtype.kind not in "iub":
-            raise ValueError(
-                f"{name} of dtype {classes.dtype} are not classes; give integers, for logits their "
-                "argmax over the classes."
-            )
     if predicted.ndim != 1 or predicted.shape != true.shape or not len(predicted):
         raise ValueError(
             f"predictions have shape {predicted.shape}, references {true.shape}; give one class a row, "
             "for at least one row."
         )
-    predicted, true = predicted.astype(np.int64), true.astype(np.int64)
     scores = {"accuracy": float(np.mean(predicted == true))}
     if metric == "macro_f1":
         by_class = []
@@ -242,8 +235,7 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
             "out, or use task: text_classification."
         )
     source = known.source if known else None
-    generated = data.task == "quickstart"
-    splits = load_generated(data) if generated else load_splits(data, source)
+    splits = generated(data) if data.task == "quickstart" else load_splits(data, source)
     fields = known.fields if known else {"text": ("text",)}
     usual = [column_of(splits, namings) for namings in fields.values()]
     second = [data.text_pair_column] if data.text_pair_column else usual[1:2]

@@ -11,6 +11,7 @@ Positions are counted from a row's first attended token, so they hold whichever 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 from hf_dpzero import __version__
-from hf_dpzero.tasks.classification import PAD_TO_MULTIPLE_OF, Task, classification_scores
+from hf_dpzero.objectives.losses import IGNORE_INDEX
+from hf_dpzero.tasks.classification import PAD_TO_MULTIPLE_OF, Task, chosen_scores
 from hf_dpzero.tasks.description import DataArguments, Prompt, TaskDescription
 from hf_dpzero.tasks.templates import (
     ANSWER,
@@ -81,8 +83,18 @@ class PromptTask(ABC):
         return len(self.label_names)
 
     @abstractmethod
-    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Row]], Batch]:
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> PromptCollator:
         """Returns what pads encoded rows into one batch, a row an example."""
+
+    def _collator(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        columns: tuple[str, ...],
+        candidates: tuple[tuple[int, ...], ...] = (),
+    ) -> PromptCollator:
+        padding = padding_id(tokenizer)
+        most = self.data.max_seq_length
+        return PromptCollator(padding, columns, tokenizer.padding_side, most, candidates)
 
     @abstractmethod
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
@@ -267,9 +279,8 @@ def padded(rows: Sequence[Tensor], value: int, side: str, most: int | None = Non
     """
     longest = max(row.numel() for row in rows)
     length = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
-    length = max(
-        longest, min(length, most or length)
-    )  # never beyond what the model has positions for
+    # Never beyond what the model has positions for, but for a row that is longer itself.
+    length = max(longest, min(length, most or length))
     padded_rows = torch.full((len(rows), length), value, dtype=torch.int64)
     for target, row in zip(padded_rows, rows, strict=True):
         part = slice(None, row.numel()) if side == "right" else slice(length - row.numel(), None)
@@ -279,66 +290,47 @@ def padded(rows: Sequence[Tensor], value: int, side: str, most: int | None = Non
 
 @dataclass(frozen=True)
 class PromptCollator:
-    """Pads encoded prompts.
+    """Pads encoded prompts: input_ids and attention_mask `[B, T]`, and other columns `[B]`, all int64.
+
+    With a column prompt_length labels `[B, T]` are the tokens after each prompt (see `Answers`). With
+    candidates each row becomes L, `[B, L, T]`, with answer_lengths `[B, L]` (see `Candidates`).
 
     Attributes:
       pad_token_id: what fills up a row.
+      columns: of encoded rows, which a trainer must not drop.
       side: "right" or "left".
       most: tokens that no row exceeds; padding to a multiple of 8 stops there.
+      candidates: the tokens of each of L answers, put behind the prompt.
     """
 
     pad_token_id: int
+    columns: tuple[str, ...]
     side: str = "right"
     most: int | None = None
+    candidates: tuple[tuple[int, ...], ...] = ()
 
-    def tokens(self, ids: Sequence[Tensor]) -> Batch:
-        """Returns input_ids and attention_mask, `[N, T]` int64."""
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        ids = [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
+        shape, others = [len(rows)], dict[str, Tensor]()
+        for name in self.columns:
+            if name not in ("input_ids", "prompt_length"):
+                others[name] = torch.tensor([int(row[name]) for row in rows])
+        if "prompt_length" in self.columns:
+            labels = [tokens.clone() for tokens in ids]
+            for row, tokens in zip(rows, labels, strict=True):
+                tokens[: int(row["prompt_length"])] = IGNORE_INDEX
+            others["labels"] = padded(labels, IGNORE_INDEX, self.side, self.most)
+        if self.candidates:
+            endings = [torch.tensor(answer) for answer in self.candidates]
+            ids = [torch.cat([row, end]) for row in ids for end in endings]
+            shape.append(len(endings))
+            lengths = torch.tensor([len(answer) for answer in self.candidates])
+            others["answer_lengths"] = lengths.expand(len(rows), -1).contiguous()
         masks = [torch.ones_like(row) for row in ids]
         return {
-            "input_ids": padded(ids, self.pad_token_id, self.side, self.most),
-            "attention_mask": padded(masks, 0, self.side, self.most),
-        }
-
-
-def id_tensors(rows: Sequence[Row]) -> list[Tensor]:
-    """Returns each row's input_ids, `[T]` int64."""
-    return [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
-
-
-def column_tensor(rows: Sequence[Row], name: str) -> Tensor:
-    """Returns a column with one number a row, `[B]` int64."""
-    return torch.as_tensor([int(row[name]) for row in rows], dtype=torch.int64)
-
-
-class LabelWordCollator(PromptCollator):
-    """input_ids, attention_mask `[B, T]`, positions, labels `[B]`; see `LabelWords`."""
-
-    columns = ("input_ids", "positions", "labels")
-
-    def __call__(self, rows: Sequence[Row]) -> Batch:
-        one_each = {name: column_tensor(rows, name) for name in ("positions", "labels")}
-        return {**self.tokens(id_tensors(rows)), **one_each}
-
-
-@dataclass(frozen=True)
-class CandidateCollator(PromptCollator):
-    """input_ids, attention_mask `[B, L, T]`, answer_lengths `[B, L]`, labels `[B]`.
-
-    Attributes:
-      answers: the tokens of each of the L candidates, put behind the prompt; see `Candidates`.
-    """
-
-    answers: tuple[tuple[int, ...], ...] = ()
-    columns = ("input_ids", "labels")
-
-    def __call__(self, rows: Sequence[Row]) -> Batch:
-        endings = [torch.tensor(answer, dtype=torch.int64) for answer in self.answers]
-        flat = self.tokens([torch.cat([ids, end]) for ids in id_tensors(rows) for end in endings])
-        lengths = torch.tensor([len(answer) for answer in self.answers])
-        return {
-            **{name: v.reshape(len(rows), len(endings), -1) for name, v in flat.items()},
-            "answer_lengths": lengths.expand(len(rows), -1).contiguous(),
-            "labels": column_tensor(rows, "labels"),
+            "input_ids": padded(ids, self.pad_token_id, self.side, self.most).reshape(*shape, -1),
+            "attention_mask": padded(masks, 0, self.side, self.most).reshape(*shape, -1),
+            **others,
         }
 
 
@@ -459,13 +451,12 @@ class PromptedClassification(PromptTask):
                 )
         return tuple(ids)
 
-    def collator(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[Row]], Batch]:
+    def collator(self, tokenizer: PreTrainedTokenizerBase) -> PromptCollator:
         """Returns one row of tokens an example, or L where label words have several tokens."""
-        padding = (padding_id(tokenizer), tokenizer.padding_side, self.data.max_seq_length)
         words = self.words(tokenizer)
         if all(len(word) == 1 for word in words):
-            return LabelWordCollator(*padding)
-        return CandidateCollator(*padding, answers=words)
+            return self._collator(tokenizer, ("input_ids", "positions", "labels"))
+        return self._collator(tokenizer, ("input_ids", "labels"), words)
 
     def objective(self, tokenizer: PreTrainedTokenizerBase) -> PromptObjective:
         """Returns cross entropy over the labels, or with objective: accuracy 1 - [right]."""
@@ -480,9 +471,4 @@ class PromptedClassification(PromptTask):
 
     def metrics(self, tokenizer: PreTrainedTokenizerBase) -> Metrics:
         """Returns {"accuracy": ...}, and {"macro_f1": ...} where that is the task's metric."""
-
-        def compute(prediction: EvalPrediction) -> dict[str, float]:
-            chosen = np.argmax(np.asarray(prediction.predictions), axis=-1)
-            return classification_scores(chosen, np.asarray(prediction.label_ids), self.metric)
-
-        return compute
+        return functools.partial(chosen_scores, metric=self.metric)

@@ -18,14 +18,13 @@ from transformers import EvalPrediction
 
 from hf_dpzero.tasks import BENCHMARKS, build_task, description_of, prompted
 from hf_dpzero.tasks.answers import (
-    AnswerCollator,
     PromptedGeneration,
     decoded_answer,
     gold_answers,
     stop_tokens,
 )
 from hf_dpzero.tasks.description import DataArguments
-from hf_dpzero.tasks.prompted import CandidateCollator, LabelWordCollator, PromptedClassification
+from hf_dpzero.tasks.prompted import PromptCollator, PromptedClassification
 from hf_dpzero.tasks.templates import mask_word_ids
 
 KINDS = ("masked_lm", "causal_lm")
@@ -211,13 +210,12 @@ def test_single_words_need_one_pass_and_others_one_each(tmp_path):
     one = sentiment(tmp_path, "causal_lm")
     ids = tuple(opt().convert_tokens_to_ids(["Ġterrible", "Ġgreat"]))
     assert one.objective(opt()) == LabelWords(ids)
-    assert isinstance(one.collator(opt()), LabelWordCollator)
+    assert one.collator(opt()).columns == ("input_ids", "positions", "labels")
     several = sentiment(tmp_path, "causal_lm", label_words=["great", "terrible film"])
     assert several.objective(opt()) == Candidates()
     collator = several.collator(opt())
-    assert isinstance(collator, CandidateCollator)
-    assert collator.answers[0] == (ids[1],)
-    assert [opt().decode(list(ids)) for ids in collator.answers] == [" great", " terrible film"]
+    assert collator.candidates[0] == (ids[1],)
+    assert [opt().decode(list(ids)) for ids in collator.candidates] == [" great", " terrible film"]
 
 
 def test_the_tokens_of_a_word_depend_on_what_is_before_it(tmp_path):
@@ -249,58 +247,54 @@ def test_every_family_says_the_same_words(family, tmp_path):
             assert tuple(together[-len(words[label]) :]) == words[label]
 
 
-def check_batch(found: Any, side: str, one_each: dict[str, Any], padded: dict[str, Any]) -> None:
-    """Columns with a number a row, and rows of tokens: name -> (what fills them, rows to 8 or 16)."""
+SHORT, LONG = [5, 6, 7], list(range(10, 19))
 
-    def full(row: list[int], fill: int) -> list[int]:
-        gap = [fill] * (-len(row) % 16 if max(map(len, tokens)) > 8 else -len(row) % 8)
-        return row + gap if side == "right" else gap + row
 
+def word_batch(side: str) -> tuple[Any, ...]:
+    rows = [
+        {"input_ids": SHORT, "positions": 1, "labels": 1, "other": "x"},
+        {"input_ids": LONG, "positions": 8, "labels": 0},
+    ]
+    columns = ("input_ids", "positions", "labels")
+    one_each = {"positions": [1, 8], "labels": [1, 0]}
+    return PromptCollator(9, columns, side)(rows), one_each, {"input_ids": (9, [SHORT, LONG])}
+
+
+def candidate_batch(side: str) -> tuple[Any, ...]:
+    rows = [{"input_ids": SHORT, "labels": 1}, {"input_ids": LONG, "labels": 0}]
+    collator = PromptCollator(0, ("input_ids", "labels"), side, candidates=((7,), (8, 9)))
+    plain = [[*SHORT, 7], [*SHORT, 8, 9], [*LONG, 7], [*LONG, 8, 9]]
+    found = collator(rows)
+    assert found["input_ids"].shape == (2, 2, 16)
+    one_each = {"answer_lengths": [[1, 2], [1, 2]], "labels": [1, 0]}
+    return found, one_each, {"input_ids": (0, plain)}
+
+
+def answer_batch(side: str) -> tuple[Any, ...]:
+    rows = [
+        {"input_ids": SHORT, "prompt_length": 2, "references": 7},
+        {"input_ids": LONG, "prompt_length": 1, "references": 0},
+    ]
+    labels = [[-100, -100, 7], [-100, *LONG[1:]]]
+    padded = {"input_ids": (0, [SHORT, LONG]), "labels": (-100, labels)}
+    columns = ("input_ids", "prompt_length", "references")
+    return PromptCollator(0, columns, side)(rows), {"references": [7, 0]}, padded
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("batch", [word_batch, candidate_batch, answer_batch])
+def test_padded_batches(batch, side):
+    """Columns with a number a row, and rows of tokens: name -> (what fills them, the rows)."""
+    found, one_each, padded = batch(side)
+    padded["attention_mask"] = (0, [[1] * len(row) for row in padded["input_ids"][1]])
     for name, (fill, tokens) in padded.items():
-        flat = found[name].flatten(0, -2).tolist()
-        assert flat == [full(row, fill) for row in tokens], name
+        gaps = [[fill] * (16 - len(row)) for row in tokens]  # 9 to 11 tokens, to a multiple of 8
+        full = [r + g if side == "right" else g + r for r, g in zip(tokens, gaps, strict=True)]
+        assert found[name].flatten(0, -2).tolist() == full, name
     assert {name: found[name].tolist() for name in one_each} == one_each
     assert set(found) == {*one_each, *padded}
     assert {tensor.dtype for tensor in found.values()} == {torch.int64}
     assert all(tensor.is_contiguous() for tensor in found.values())
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_label_word_batches(side):
-    long = list(range(10, 19))
-    rows = [
-        {"input_ids": [5, 6, 7], "positions": 1, "labels": 1, "other": "x"},
-        {"input_ids": long, "positions": 8, "labels": 0},
-    ]
-    padded = {"input_ids": (9, [[5, 6, 7], long]), "attention_mask": (0, [[1] * 3, [1] * 9])}
-    one_each = {"positions": [1, 8], "labels": [1, 0]}
-    check_batch(LabelWordCollator(9, side)(rows), side, one_each, padded)
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_candidate_batches(side):
-    first, second = [1, 2], [3, 4, 5, 6, 1, 2, 3]
-    rows = [{"input_ids": first, "labels": 1}, {"input_ids": second, "labels": 0}]
-    found = CandidateCollator(0, side, answers=((7,), (8, 9)))(rows)
-    plain = [[*first, 7], [*first, 8, 9], [*second, 7], [*second, 8, 9]]
-    padded = {"input_ids": (0, plain), "attention_mask": (0, [[1] * len(row) for row in plain])}
-    check_batch(found, side, {"answer_lengths": [[1, 2], [1, 2]], "labels": [1, 0]}, padded)
-    assert found["input_ids"].shape == (2, 2, 16)
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_answer_batches(side):
-    first, second = [1, 2, 3, 4], [5, 6, 7, 8, 9, 1, 2, 3]
-    rows = [
-        {"input_ids": first, "prompt_length": 3, "references": 7},
-        {"input_ids": second, "prompt_length": 2, "references": 0},
-    ]
-    padded = {
-        "input_ids": (0, [first, second]),
-        "attention_mask": (0, [[1] * 4, [1] * 8]),
-        "labels": (-100, [[-100, -100, -100, 4], [-100, -100, *second[2:]]]),
-    }
-    check_batch(AnswerCollator(0, side)(rows), side, {"references": [7, 0]}, padded)
 
 
 def test_padding_takes_the_tokenizers_token_and_side(tmp_path):

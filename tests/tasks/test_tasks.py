@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,9 +17,11 @@ from row_files import row_files
 from tiny_language_models import word_tokenizer
 from transformers import EvalPrediction
 
-from hf_dpzero.tasks import build_task, quickstart
+from hf_dpzero.shipped import shipped_folder
+from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.description import DataArguments, HubSource
 from hf_dpzero.tasks.rows import load_splits
+from hf_dpzero.values import parse_yaml
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -31,20 +34,20 @@ def files(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> DataArgu
 ROWS = [{"text": "very " * (i % 5) + "good film", "label": i % 3} for i in range(30)]
 
 
-def test_quickstart_is_deterministic_distinct_and_balanced():
-    messages, again = quickstart.generate(), quickstart.generate()
-    assert {name: len(rows) for name, rows in messages.items()} == {
-        "train": 8192,
-        "validation": 1024,
+def test_quickstart_is_the_same_distinct_and_balanced():
+    messages = build_task(DataArguments(task="quickstart")).splits
+    # The published figures are for exactly these rows.
+    digests = {
+        split: hashlib.sha256(json.dumps(r[:]).encode()).hexdigest()[:8]
+        for split, r in messages.items()
     }
-    for name, rows in messages.items():
-        assert rows[:] == again[name][:]
-        assert np.mean(rows["label"][:]) == 0.5
+    assert digests == {"train": "8c55ece1", "validation": "bff803a7"}
+    assert [len(rows) for rows in messages.values()] == [8192, 1024]
+    assert all(np.mean(rows["label"][:]) == 0.5 for rows in messages.values())
     texts = [text for rows in messages.values() for text in rows["text"][:]]
     assert len(set(texts)) == len(texts)
     assert all(text[0].isupper() and text[-1] in ".?" for text in texts)
     assert not any("{" in text or "  " in text for text in texts)
-    assert quickstart.generate(seed=1)["train"][:] != messages["train"][:]
     task = build_task(DataArguments(task="quickstart", prompt="masked_lm", max_train_samples=3))
     row = task.splits["train"][0]
     assert task.example(row) == f"{row['text']} Is this urgent? {('No', 'Yes')[row['label']]}"
@@ -54,11 +57,17 @@ def test_quickstart_is_deterministic_distinct_and_balanced():
 
 
 def test_quickstart_splits_share_no_filling():
-    train, validation = quickstart._TRAIN, quickstart._VALIDATION
-    for first, second in zip(train[:-1], validation[:-1], strict=True):
-        assert first and second and not set(first) & set(second)
-    assert train.situations < validation.situations == len(quickstart._URGENT)
-    assert len(quickstart._URGENT) == len(quickstart._ROUTINE)
+    parts = parse_yaml((shipped_folder("configs") / "quickstart_messages.yaml").read_text("utf-8"))
+    train, validation = parts["train"], parts["validation"]
+    assert set(train) == set(validation) > {"openings", "people"}
+    for name in set(train) - {"situations"}:
+        assert train[name] and validation[name] and not set(train[name]) & set(validation[name])
+    assert (
+        train["situations"]
+        < validation["situations"]
+        == len(parts["urgent"])
+        == len(parts["routine"])
+    )
 
 
 def test_csv_pairs_and_named_columns(tmp_path):
