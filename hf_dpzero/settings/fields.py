@@ -13,7 +13,7 @@ from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.settings.nested import (
     METHODS,
     PRIVATE,
-    ZEROTH_ORDER,
+    ZEROTH,
     ClippingConfig,
     CorrelatedNoise,
     Given,
@@ -21,6 +21,7 @@ from hf_dpzero.settings.nested import (
     InsecureTesting,
     Performance,
     Schedules,
+    part,
 )
 from hf_dpzero.settings.setting import (
     BELOW_ONE,
@@ -43,7 +44,7 @@ CLIPPINGS = {
 """`clipping` -> the methods that it is for."""
 
 ON_NO_SIGNAL = ("warn", "stop", "ignore")
-SAMPLINGS = tuple(SAMPLERS)
+PRIVATELY = ("method", PRIVATE)
 
 
 @dataclass
@@ -56,100 +57,85 @@ class OwnFields:
         "zeroth order: dpzero (scalar noise), dpgd-0th (Algorithm 1, d-dim noise), mezo (not "
         "private); first order: dp-sgd, dp-adamw, and sgd, adamw (not private)",
         METHODS,
-        privacy=(
-            "what a step releases: K numbers, a vector of d numbers, or something without noise "
-            "(mezo, sgd, adamw: the report says NOT PRIVATE)"
-        ),
-        time=(
-            "zeroth order: 2 K forward passes a step, memory of inference; first order: a "
-            "backward pass, memory of gradients (dp-sgd, dp-adamw: of each example's)"
-        ),
+        privacy="what a step releases: K numbers, a vector of d numbers, or something without noise "
+        "(mezo, sgd, adamw: the report says NOT PRIVATE)",
+        time="zeroth order: 2 K forward passes a step, memory of inference; first order: a backward "
+        "pass, memory of gradients (dp-sgd, dp-adamw: of each example's)",
     )
     target_epsilon: float | None = setting(
         None,
-        "epsilon that the whole run may spend, > 0",
+        "epsilon that the whole run may spend",
         POSITIVE,
-        needs=("method", PRIVATE),
+        needs=PRIVATELY,
         privacy="the whole run's epsilon: the smaller, the more noise",
         none="`noise_multiplier` is given, or the method is not private",
     )
     target_delta: float | None = setting(
         None,
-        "delta in (0, 1); default 1 / (10 n)",
+        "additive slack of the (epsilon, delta) bound",
         Allowed("a number in (0, 1), e.g. 1e-5; 0 with Laplace noise", lambda x: 0 <= x < 1),
-        needs=("method", PRIVATE),
-        privacy=(
-            "additive slack of the (epsilon, delta) bound: choose it well below 1 / n; the "
-            "smaller, the more noise. A warning above 1 / n"
-        ),
+        needs=PRIVATELY,
+        privacy="the smaller, the more noise; choose it well below 1 / n (a warning above)",
         none="1 / (10 n); 0 with Laplace noise",
     )
     noise_multiplier: float | None = setting(
         None,
-        "noise std on the clipped sum in units of clip; instead of target_epsilon",
+        "noise std on the clipped sum; instead of target_epsilon",
         NOT_NEGATIVE,
-        needs=("method", PRIVATE),
+        needs=PRIVATELY,
         privacy="more noise, smaller epsilon; 0: the report says NOT PRIVATE",
         none="calibrated for `target_epsilon`",
         unit="clips C",
     )
     noise_distribution: str = setting(
         "gaussian",
-        "gaussian, or laplace for pure epsilon (delta 0)",
+        "laplace is for pure epsilon (delta 0)",
         ("gaussian", "laplace"),
         privacy="laplace: delta 0, mostly at much more noise; `hf-dpzero plan` tells",
     )
     neighboring_relation: str = setting(
         "add_or_remove_one",
-        "add_or_remove_one, replace_one or replace_special",
+        "which two data sets the guarantee compares",
         RELATIONS,
-        privacy=(
-            "replace_one: up to twice the noise at the same epsilon; epsilons of different "
-            "relations cannot be compared"
-        ),
+        privacy="replace_one: up to twice the noise at the same epsilon; epsilons of different "
+        "relations cannot be compared",
     )
     accountant: str = setting(
         "pld",
-        "pld, rdp or advanced_composition (the paper's Lemma 2.2)",
+        "what computes epsilon; advanced_composition is the paper's Lemma 2.2",
         ACCOUNTANTS,
         privacy="pld is tight; rdp and advanced_composition say more epsilon for the same noise",
         time="pld: seconds more for many steps",
     )
     extends_run: str | None = setting(
         None,
-        "folder of a finished run to spend more on; target_epsilon is then the total of both",
+        "folder of a finished run to spend more on",
         PATH,
-        privacy=(
-            "`target_epsilon` is the total of all runs of the chain, so a later run has what is "
-            "left"
-        ),
+        privacy="`target_epsilon` is the total of all runs of the chain, so a later run has what is "
+        "left",
         none="a run of its own",
     )
     tuning: str = setting(
         "none",
-        "how the settings were chosen: none, public (on public data) or not_accounted; for "
-        "the report",
+        "how the settings were chosen, for the report; public: on public data",
         WORDS,
         privacy="nothing; it says in the report what a search may have cost",
     )
     rows_are: str | None = setting(
         None,
-        "what the privacy unit is, a row of train_dataset: examples, or blocks of text that "
-        "examples were packed into; must be said where the rows of a language model look "
-        "packed",
+        "what the privacy unit, a row of train_dataset, is; blocks: of text that examples were packed "
+        "into",
         ("examples", "blocks"),
         privacy="nothing; it says what one epsilon protects: an example, or a block of text",
         none="an example; rows of a language model that look packed are refused until it is said",
     )
     base_is_public: bool = setting(
         False,
-        "what the model is at the start may be taken as public, though it is not what its "
-        "name says or was trained before; the report then says so",
+        "what the model is at the start may be taken as public, though it is not what its name says "
+        "or was trained before",
         TRUTH,
-        privacy=(
-            "not counted: what the base has seen before is yours to answer for, and the report "
-            "says so"
-        ),
+        privacy="not counted: what the base has seen before is yours to answer for, and the report "
+        "says so",
     )
     # Sampling
     expected_batch_size: float = setting(
@@ -157,23 +143,19 @@ class OwnFields:
         "B, the public expected logical batch size",
         POSITIVE,
         needs=("sampling", tuple(name for name in SAMPLERS if name != "full_batch")),
-        privacy=(
-            "q = B / n grows with it, and the noise on the sum too, but less than B: the noise on"
-            " the mean falls"
-        ),
+        privacy="q = B / n grows with it, and the noise on the sum too, but less than B: the noise on "
+        "the mean falls",
         time="a step takes time in proportion to it; no memory, see `microbatch_size`",
         unit="examples",
     )
     sampling: str = setting(
         "poisson",
-        ", ".join(SAMPLINGS),
-        SAMPLINGS,
-        privacy=(
-            "truncated_poisson: more noise the nearer the cap is to B; "
-            "fixed_size_without_replacement: accounted loosely, so much more; full_batch and "
-            "fixed_batches: no amplification, so a far larger multiplier, which "
-            "`correlated_noise` pays for in a long run"
-        ),
+        "how the rows of a step are drawn",
+        tuple(SAMPLERS),
+        privacy="truncated_poisson: more noise the nearer the cap is to B; "
+        "fixed_size_without_replacement: accounted loosely, so much more; full_batch and "
+        "fixed_batches: no amplification, so a far larger multiplier, which `correlated_noise` pays "
+        "for in a long run",
         time="full_batch: every example in every step",
     )
     max_batch_size: int | None = setting(
@@ -187,7 +169,7 @@ class OwnFields:
     )
     microbatch_size: int | None = setting(
         None,
-        "most examples of one forward pass; default 64, or 32, 16, 1 where memory is short",
+        "most examples of one forward pass",
         COUNT,
         time="the memory of a step; too small a value is slow, on a GPU above all",
         none="64, or 32, 16 or 1 where more does not fit into what is free at the start",
@@ -204,76 +186,61 @@ class OwnFields:
     # Clipping
     clip: float = setting(
         None,
-        "bound C on one example's finite difference(s), L2 over K; default 50",
+        "bound C on one example's finite difference(s), L2 over K",
         POSITIVE,
-        privacy=(
-            "nothing: the noise is proportional to it. Choosing it by a look at private rows is "
-            "not covered"
-        ),
+        privacy="nothing: the noise is proportional to it. Choosing it by a look at private rows is "
+        "not covered",
         none="50, and dpzero's clip then adapts from there",
         unit="loss / smoothing; dp-sgd and dp-adamw: norm of a gradient",
     )
     clipping: str = setting(
         None,
-        "default fixed, or, of dpzero without a given clip, adaptive. fixed; adaptive "
-        "(private quantile, pays from the same budget); averaged (group means clipped); "
-        "automatic (each gradient normalised) for dp-sgd and dp-adamw",
+        "adaptive: to a private quantile; averaged: of means of groups; automatic: each gradient "
+        "normalised",
         tuple(CLIPPINGS),
-        privacy=(
-            "adaptive: a noised count in each step, out of the same budget, so a little more "
-            "noise on the sum; averaged: sensitivity 2C"
-        ),
+        privacy="adaptive: a noised count in each step, out of the same budget, so a little more "
+        "noise on the sum; averaged: sensitivity 2C",
         time="averaged: no per-example gradients, one ordinary backward pass a group",
         none="adaptive of dpzero without a given `clip` and with Gaussian noise, else fixed",
     )
     # Directions and steps
     learning_rate: float = setting(
         None,
-        "rate of the first step; default: dpzero, from noise, clip, batch and steps "
-        "(`defaults.py`); other methods 5e-5",
+        "rate of the first step",
         Allowed("a number in [0, 1e6]", lambda x: 0 <= x <= 1e6),
-        privacy=(
-            "nothing in one run; trying several on private rows does, and is not counted "
-            "(`hf-dpzero sweep` counts it)"
-        ),
-        none=(
-            "of dpzero with Gaussian noise and `update_rule: sgd`: from noise, clip, B and T; "
-            "else 5e-5"
-        ),
+        privacy="nothing in one run; trying several on private rows does, and is not counted "
+        "(`hf-dpzero sweep` counts it)",
+        none="of dpzero with Gaussian noise and `update_rule: sgd`: from noise, clip, B and T "
+        "(`defaults.py`); else 5e-5",
     )
     smoothing: float = setting(
         0.001,
-        "lambda, the size of the perturbation, > 0",
+        "lambda, the size of the perturbation",
         Allowed("a finite number above 0, at most 1000; try 1e-3", lambda x: 0 < x <= 1e3),
-        needs=("method", ZEROTH_ORDER),
+        needs=ZEROTH,
         unit="units of a parameter",
     )
     direction: str = setting(
         "rademacher",
-        "rademacher, gaussian or sphere",
+        "distribution of the directions",
         DISTRIBUTIONS,
-        needs=("method", ZEROTH_ORDER),
+        needs=ZEROTH,
         time="gaussian takes longer to generate: 1.23 against 1.06 (docs/performance.md)",
     )
     num_directions: int = setting(
         None,
-        "K, directions in a step; 2K forward passes; default 1; of dpzero without a given "
-        "clip, 32 where evaluations are cheap",
+        "K, directions in a step",
         Allowed("an integer of 1 to 65536", lambda x: COUNT.holds(x) and x <= 1 << 16, int),
-        needs=("method", ZEROTH_ORDER),
-        privacy=(
-            "nothing: an example's K differences are clipped as one vector and released at once. "
-            "Each direction then has a smaller part of C, and the same noise"
-        ),
+        needs=ZEROTH,
+        privacy="nothing: an example's K differences are clipped as one vector and released at once. "
+        "Each direction then has a smaller part of C, and the same noise",
         time="2 K forward passes a step, of what follows the first trained parameter",
-        none=(
-            "32 of dpzero without a given `clip`, where at most a million parameters follow the "
-            "first trained one; else 1"
-        ),
+        none="32 of dpzero without a given `clip`, where at most a million parameters follow the "
+        "first trained one; else 1",
     )
     update_rule: str = setting(
         "sgd",
-        "optimiser on the released scalars: sgd or momentum",
+        "optimiser on the released scalars",
         UPDATE_RULES,
         privacy="nothing: a function of what was released",
         time="momentum follows W K directions in each update instead of K",
@@ -287,7 +254,7 @@ class OwnFields:
     )
     update_window: int | None = setting(
         None,
-        "past steps that momentum uses; default until beta^W <= 0.01",
+        "W, past steps that momentum uses",
         COUNT,
         needs=("update_rule", ("momentum",)),
         time="W K directions in each update",
@@ -304,25 +271,20 @@ class OwnFields:
         "warn",
         "what to do after a quarter of the steps if the releases cannot be told from noise",
         ON_NO_SIGNAL,
-        privacy=(
-            "nothing. stop: the report counts the completed steps, and the epsilon to claim is "
-            "that of the whole plan"
-        ),
+        privacy="nothing. stop: the report counts the completed steps, and the epsilon to claim is "
+        "that of the whole plan",
         time="stop may end a run early",
     )
-    # Speed and memory
     trainable: str | None = setting(
         None,
         "regular expression; only parameters whose name it finds are trained",
         TEXT,
-        privacy=(
-            "dpzero: nothing, its noise has K numbers whatever d is; dp-sgd, dp-adamw and "
-            "dpgd-0th: fewer parameters, less noise in all"
-        ),
+        privacy="dpzero: nothing, its noise has K numbers whatever d is; dp-sgd, dp-adamw and "
+        "dpgd-0th: fewer parameters, less noise in all",
         time="layers before the first trained parameter run once for all 2 K passes",
         none="all parameters with `requires_grad`",
     )
-    # Tests and publishing
+    # Publishing
     hub_strategy: str = setting(
         "end",
         "only 'end': pushes go through the allow list of hub.push",
@@ -334,27 +296,9 @@ class OwnFields:
         privacy="who may read the weights; epsilon holds whoever does",
     )
     # Nested
-    clipping_config: Given[ClippingConfig] = setting(
-        None, "{quantile, learning_rate, count_noise, stability, groups}: of clipping"
-    )
-    schedules: Given[Schedules] = setting(
-        None, "{noise, clip, smoothing} that change over the steps"
-    )
-    correlated_noise: Given[CorrelatedNoise] = setting(
-        None, "{kind, bands, hold_direction_for}: noise that cancels over steps"
-    )
-    group_robust: Given[GroupRobust] = setting(
-        None,
-        "{column, shares, weights, loss_bound, rate, budget, draws}: trains for the group "
-        "that is worst off",
-    )
-    performance: Given[Performance] = setting(
-        None,
-        "{defer_updates, reuse_frozen_prefix, perturbation_strategy, direction_parallel_size,"
-        " per_example_gradients}: speed and memory",
-    )
-    testing: Given[InsecureTesting] = setting(
-        None,
-        "{insecure_noise_seed, sampler_key, direction_key, log_private_diagnostics}: for "
-        "tests; mostly NOT PRIVATE",
-    )
+    clipping_config: Given[ClippingConfig] = part(ClippingConfig)
+    schedules: Given[Schedules] = part(Schedules)
+    correlated_noise: Given[CorrelatedNoise] = part(CorrelatedNoise)
+    group_robust: Given[GroupRobust] = part(GroupRobust)
+    performance: Given[Performance] = part(Performance)
+    testing: Given[InsecureTesting] = part(InsecureTesting)

@@ -78,42 +78,45 @@ class Nested:
         return cls(**given or {})
 
 
+def part(kind: type[Nested]) -> Any:
+    """Returns the field of `DPZeroConfig` that holds a `kind`, named and described in its help."""
+    names = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    return setting(None, f"{{{names}}}: {(kind.__doc__ or '').rstrip('.')}")
+
+
+ADAPTIVE, ZEROTH = ("clipping", ("adaptive",)), ("method", ZEROTH_ORDER)
+
+
 @dataclass
 class ClippingConfig(Nested):
     """What `clipping` other than fixed needs: adaptive, automatic and averaged in turn."""
 
-    quantile: float = setting(
-        0.5,
-        "adaptive: share of examples to leave unclipped",
-        SHARE,
-        needs=("clipping", ("adaptive",)),
-    )
+    quantile: float = setting(0.5, "share of examples to leave unclipped", SHARE, needs=ADAPTIVE)
     learning_rate: float = setting(
         0.2,
-        "adaptive: rate of the geometric update of C",
+        "rate of the geometric update of C",
         Allowed("a number in [0, 10]", lambda x: 0 <= x <= 10),
-        needs=("clipping", ("adaptive",)),
+        needs=ADAPTIVE,
     )
     count_noise: float | None = setting(
         None,
-        "adaptive: noise std on the count of unclipped examples; default B / 20, or the whole"
-        " step's noise multiplier where that is larger",
+        "noise std on the count of unclipped examples",
         POSITIVE,
-        needs=("clipping", ("adaptive",)),
+        needs=ADAPTIVE,
         privacy="the smaller, the more of the budget goes to the count",
         none="B / 20, or the step's noise multiplier where that is larger",
         unit="examples",
     )
     stability: float = setting(
         0.01,
-        "automatic: gamma in C / (norm + gamma)",
+        "gamma in C / (norm + gamma)",
         POSITIVE,
         needs=("clipping", ("automatic",)),
         unit="norm of a gradient",
     )
     groups: int = setting(
         1,
-        "averaged: k, number of fixed groups of examples",
+        "k, number of fixed groups of examples",
         COUNT,
         needs=("clipping", ("averaged",)),
         time="one backward pass for each group",
@@ -123,13 +126,12 @@ class ClippingConfig(Nested):
 
 @dataclass
 class Schedules(Nested):
-    """What changes over the steps of a run, as `settings.schedules` reads it."""
+    """What changes over the steps: a call, a list or a file, as `settings.schedules` reads it."""
 
     noise: str | None = setting(
         None,
-        "noise of each step within the same budget: exp(gamma=..), gd(kappa=..), "
-        "momentum(kappa=.., beta=..), learning_rate(gamma=..), subsampled(gamma=..), a list "
-        "or a file; default constant",
+        "noise of each step within the same budget: exp(gamma=..), gd(kappa=..), momentum(kappa=.., "
+        "beta=..), learning_rate(gamma=..), subsampled(gamma=..), a list or a file",
         needs=("method", PRIVATE),
         privacy="nothing: more noise in some steps pays for less in others, at the same epsilon",
         time="seconds of calibration; nothing in a step",
@@ -143,35 +145,26 @@ class Schedules(Nested):
         none="a clip that stays",
     )
     smoothing: str | None = setting(
-        None,
-        "like clip, factors of at most 1",
-        needs=("method", ZEROTH_ORDER),
-        none="a smoothing that stays",
+        None, "like clip, factors of at most 1", needs=ZEROTH, none="a smoothing that stays"
     )
 
 
 @dataclass
 class CorrelatedNoise(Nested):
-    """Noise that cancels over steps."""
+    """Noise that cancels over steps; needs fixed_batches, and with dpzero hold_direction_for."""
 
     kind: str = setting(
         "none",
-        "noise that cancels over steps; needs sampling fixed_batches, dpzero hold_direction_for. "
-        + ", ".join(CORRELATIONS),
+        "how the noise of a step depends on that of steps before it",
         CORRELATIONS,
         needs=("method", PRIVATE),
-        privacy=(
-            "nothing: one Gaussian for the whole run, whose noise cancels in sums over steps; "
-            "their number is fixed in advance"
-        ),
-        time=(
-            "toeplitz and optimized: draws of all steps so far in memory, or made again in each "
-            "step"
-        ),
+        privacy="nothing: one Gaussian for the whole run, whose noise cancels in sums over steps; "
+        "their number is fixed in advance",
+        time="toeplitz and optimized: draws of all steps so far in memory, or made again in each step",
     )
     bands: int | None = setting(
         None,
-        "banded: draws that a step's noise is made of; default 32",
+        "draws that a step's noise is made of",
         COUNT,
         needs=("correlated_noise.kind", ("banded",)),
         privacy="nothing; more bands leave less noise in sums over steps, up to a point",
@@ -181,9 +174,9 @@ class CorrelatedNoise(Nested):
     )
     hold_direction_for: int = setting(
         1,
-        "zeroth order: steps that share their directions; noise may be correlated within them",
+        "steps that share their directions; noise may be correlated within them",
         COUNT,
-        needs=("method", ZEROTH_ORDER),
+        needs=ZEROTH,
         privacy="nothing; with `correlated_noise` the noise cancels within so many steps",
         time="the run sees fewer directions",
         unit="steps",
@@ -198,13 +191,16 @@ class CorrelatedNoise(Nested):
         return Correlation(kind=self.kind, bands=bands, restart=restart)
 
 
+RELEASED = ("group_robust.weights", ("per_step", "prefix_sum", "vertex"))
+
+
 @dataclass
 class GroupRobust(Nested):
     """Training for the group that is worst off."""
 
     column: str | None = setting(
         None,
-        "column of train_dataset with each row's group: trains for the group that is worst off",
+        "column of train_dataset with each row's group",
         TEXT,
         privacy="`group_robust.budget`; which group a row is in stays private",
         none="no group-robust training",
@@ -217,28 +213,25 @@ class GroupRobust(Nested):
     )
     weights: str = setting(
         "per_step",
-        "what is released of the groups' losses: nothing (balanced), noisy losses of each "
-        "step (per_step), prefix sums with correlated noise (prefix_sum), drawn groups "
-        "(vertex)",
+        "what is released of the groups' losses: nothing (balanced), noisy losses of each step "
+        "(per_step), prefix sums with correlated noise (prefix_sum), drawn groups (vertex)",
         tuple(GROUP_LOSSES),
-        privacy=(
-            "balanced: nothing; per_step: shares the amplified budget of the steps; prefix_sum "
-            "and vertex: `sampling='fixed_batches'` or a full batch, without amplification"
-        ),
+        privacy="balanced: nothing; per_step: shares the amplified budget of the steps; prefix_sum and "
+        "vertex: `sampling='fixed_batches'` or a full batch, without amplification",
     )
     loss_bound: float = setting(
         2.0,
         "b: losses are clipped to [0, b] for the groups' weights",
         POSITIVE,
-        needs=("group_robust.weights", ("per_step", "prefix_sum", "vertex")),
+        needs=RELEASED,
         privacy="nothing: noise on the groups' losses is proportional to it",
         unit="loss",
     )
     rate: float | None = setting(
         None,
-        "tau of the groups' multiplicative weights; default sqrt(2 log m / T) / b",
+        "tau of the groups' multiplicative weights",
         POSITIVE,
-        needs=("group_robust.weights", ("per_step", "prefix_sum", "vertex")),
+        needs=RELEASED,
         privacy="nothing; of vertex it follows from `group_robust.budget`",
         none="sqrt(2 log m / T) / b",
         unit="1 / loss",
@@ -247,12 +240,12 @@ class GroupRobust(Nested):
         0.1,
         "share of the privacy budget that the groups' losses cost",
         SHARE,
-        needs=("group_robust.weights", ("per_step", "prefix_sum", "vertex")),
+        needs=RELEASED,
         privacy="the larger, the more noise on the weights, and the less on the losses",
     )
     draws: int = setting(
         1,
-        "vertex: K, groups drawn in a step",
+        "K, groups drawn in a step",
         COUNT,
         needs=("group_robust.weights", ("vertex",)),
         privacy="the more, the smaller the rate that the same budget pays for",
@@ -277,32 +270,28 @@ class Performance(Nested):
     )
     perturbation_strategy: str = setting(
         "auto",
-        "where the perturbation is during forward passes: " + ", ".join(STRATEGIES),
+        "where the perturbation is during forward passes",
         STRATEGIES,
-        needs=("method", ZEROTH_ORDER),
+        needs=ZEROTH,
         time="the [table of the guide](guide.md#where-the-perturbation-is)",
     )
     direction_parallel_size: int | None = setting(
         None,
-        "processes that share the directions of one share of the rows; default from the work",
+        "processes that share the directions of one share of the rows",
         COUNT,
-        needs=("method", ZEROTH_ORDER),
-        time=(
-            "of each process: passes along that many times fewer directions, over that many times"
-            " more rows; sends 8 B K / D bytes more in a step"
-        ),
+        needs=ZEROTH,
+        time="of each process: passes along that many times fewer directions, over that many times "
+        "more rows; sends 8 B K / D bytes more in a step",
         none="1, or more where rows do not fill the processes",
         unit="processes",
     )
     per_example_gradients: str = setting(
         "auto",
-        "first order: dense, ghost (norms first, then one weighted sum of what was seen) or auto",
+        "ghost: norms first, then one weighted sum of what was seen",
         ("auto", "dense", "ghost"),
         needs=("method", ("dp-sgd", "dp-adamw")),
-        time=(
-            "dense: memory of one gradient for each example of a microbatch; ghost: less where "
-            "weights are large and sequences short"
-        ),
+        time="dense: memory of one gradient for each example of a microbatch; ghost: less where "
+        "weights are large and sequences short",
     )
 
 
@@ -312,27 +301,22 @@ class InsecureTesting(Nested):
 
     insecure_noise_seed: int | None = setting(
         None,
-        "reproducible noise for tests; the report then says NOT PRIVATE",
+        "reproducible noise; the report then says NOT PRIVATE",
         BITS_128,
-        privacy=(
-            "everything: noise that is known can be subtracted, and the report says NOT PRIVATE. "
-            "For tests"
-        ),
+        privacy="everything: noise that is known can be subtracted, and the report says NOT PRIVATE",
         none="noise from the operating system's entropy",
     )
     sampler_key: str | None = setting(
         None,
-        "64 hex digits, for tests; default secret. Not written to disk from here",
+        "draws the batches; not written to disk from here",
         HEX_KEY,
-        privacy=(
-            "everything: batches that can be known are not amplified, and the report says NOT "
-            "PRIVATE (full batches excepted). For tests"
-        ),
+        privacy="everything: batches that can be known are not amplified, and the report says NOT "
+        "PRIVATE (full batches excepted)",
         none="drawn in secret, and kept nowhere",
     )
     direction_key: int | None = setting(
         None,
-        "128-bit public key of the directions; default random",
+        "128-bit public key of the directions",
         BITS_128,
         privacy="nothing: it is public",
         none="drawn at random",

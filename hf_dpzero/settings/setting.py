@@ -107,10 +107,12 @@ def setting(
     allowed: Allowed | tuple[str, ...] | None = None,
     **metadata: Any,
 ) -> Any:
-    """Returns a dataclass field with this default; the rest is its `Setting`, and `text` its help."""
-    words = f" ({allowed.words})" if isinstance(allowed, Allowed) else ""
-    described = _Help(text + words)
-    described.setting = Setting(text, allowed, **metadata)
+    """Returns a dataclass field with this default; the rest is its `Setting`, all of it its help."""
+    made = Setting(text, allowed, **metadata)
+    words = allowed.words if isinstance(allowed, Allowed) else ", ".join(allowed or ())
+    unset = f"; None: {made.none}" if made.none else ""
+    described = _Help(text + unset + (f" ({words})" if words else ""))
+    described.setting = made
     return dataclasses.field(default=default, metadata={"help": described})
 
 
