@@ -52,8 +52,9 @@ BUGS = (
         "An empty batch releases exact zeros, which tells that nobody was sampled.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_empty_batches_still_release_noise",
-        "values = tuple(mechanism.release(total, step, self.noise))",
-        "values = tuple(mechanism.release(total, step, self.noise) if len(x) else [0.0] * len(own))"),
+        "released = functools.partial(mechanism.release, total, step, self.noise)\n",
+        "released = functools.partial(mechanism.release, total, step, self.noise)\n"
+        "        released = released if len(x) else lambda: (0.0,) * len(own)\n"),
     Bug("clip_per_direction",
         "Each of an example's K finite differences is clipped to C by itself.",
         "hf_dpzero/privacy/mechanisms/scalar.py",
@@ -125,11 +126,11 @@ BUGS = (
         "The ledger's file is written after the update, so that a crash loses a paid step.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_a_step_that_cannot_be_written_down_changes_nothing",
-        "release = release_on_all_ranks(self.trajectory, step, rate, released)\n"
+        "release = self._release(step, rate, mechanism, released)\n"
         "        apply_release(self.space, self.trajectory, release, defer=self.defer)",
         "log, path = self.trajectory, self.trajectory.path\n"
         "        log.path = None\n"
-        "        release = release_on_all_ranks(log, step, rate, released)\n"
+        "        release = self._release(step, rate, mechanism, released)\n"
         "        apply_release(self.space, log, release, defer=self.defer)\n"
         "        log.path = path\n"
         "        log.append(log.releases.pop())"),

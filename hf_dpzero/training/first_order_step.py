@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from hf_dpzero.estimators.forward_passes import ParameterGuard
 from hf_dpzero.estimators.random_state import isolated_randomness
-from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     batch_size,
@@ -29,20 +28,13 @@ from hf_dpzero.objectives.losses import (
     evaluation_mode,
     num_examples,
 )
-from hf_dpzero.parallel.collectives import (
-    broadcast_,
-    is_main,
-    release_on_all_ranks,
-    sum_tensor_,
-)
-from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
+from hf_dpzero.parallel.collectives import broadcast_, is_main, sum_tensor_
 from hf_dpzero.perturbation.trainable import has_plain_storage
-from hf_dpzero.privacy.mechanisms import Mechanism
+from hf_dpzero.privacy.mechanisms import GradientReleases
+from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveGradientMechanism
 from hf_dpzero.privacy.mechanisms.base import check_dimension
 from hf_dpzero.privacy.mechanisms.gradient import row_norms
-from hf_dpzero.privacy.noise import NoiseSource
-from hf_dpzero.privacy.schedules import MechanismSchedule
-from hf_dpzero.training.group_training import GroupWeighting, WeighedLosses
+from hf_dpzero.training.private_step import PrivateStep
 from hf_dpzero.training.signal import ReleasedSignal, noise_variance
 
 logger = logging.getLogger(__name__)
@@ -81,9 +73,7 @@ class PlainGradients:
     def __init__(self, model: nn.Module, objective: PerExampleLoss) -> None:
         check_differentiable(objective)
         self.model, self.objective = model, objective
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def weighted_sum(
         self, microbatches: Sequence[Microbatch], weigh: Callable[[Tensor], Tensor]
@@ -122,8 +112,7 @@ class GroupMeans:
     """
 
     def __init__(self, plain: PlainGradients) -> None:
-        self.plain, self.model = plain, plain.model
-        self.names, self.parameters = plain.names, plain.parameters
+        self.plain, self.model, self.parameters = plain, plain.model, plain.parameters
 
     def weighted_sum(
         self, groups: Sequence[Sequence[Microbatch]], weigh: Callable[[Tensor], Tensor]
@@ -151,34 +140,22 @@ class GroupMeans:
         return totals, torch.cat(norms)
 
 
-@dataclass(frozen=True)
-class FirstOrderStep:
+@dataclass(frozen=True, kw_only=True)
+class FirstOrderStep(PrivateStep):
     """Takes the steps of a first-order run, one a call, and leaves the noised mean in every `grad`.
 
     Guarantee: Gaussian mechanism on the clipped sum; the ledger is written before the gradient is
     handed on.
 
     Attributes:
-      mechanism: the plan's.
       gradients: with the `model`, its trainable `parameters` and `weighted_sum` of what it is made of:
-        `PerExampleGradients`, `PlainGradients` or `GroupMeans`.
-      noise: drawn once for each step, on rank 0.
-      trajectory: the ledger.
-      mechanism_at: step -> the mechanism that the plan's schedules give it; None without schedules.
+        `PerExampleGradients`, `PlainGradients` or `GroupMeans`; in group-robust training of
+        `weighting.objective`.
       signal: what the noised means are added to, a statistic of releases; None for none.
-      weighting: of group-robust training, else None; then `weighed` is the gradients' objective.
-      mesh: which rows this process evaluates.
     """
 
-    mechanism: Mechanism
     gradients: Gradients
-    noise: NoiseSource
-    trajectory: Trajectory
     signal: ReleasedSignal | None = None
-    mechanism_at: Callable[[int], Mechanism] | None = None
-    weighting: GroupWeighting | None = None
-    weighed: WeighedLosses | None = None
-    mesh: ProcessMesh = ALONE
 
     def __post_init__(self) -> None:
         check_dimension(self.mechanism, sum(p.numel() for p in self.gradients.parameters))
@@ -216,36 +193,25 @@ class FirstOrderStep:
         if self.mechanism.private:
             self._refuse_backward_hooks(named)
         mechanism = self._schedule.after(self.trajectory.releases)
-        if self.weighting is not None and self.weighed is not None:
-            weights = self.weighting.begin()
-            microbatches = self.weighed.weighed(microbatches, row_groups, weights)
+        assert isinstance(mechanism, GradientReleases)
+        if self.weighting is not None:
+            microbatches = self.weighting.weighed(microbatches, row_groups)
         guard = ParameterGuard((name, p) for name, p in named if has_plain_storage(p))
         with isolated_randomness(), guard.watching():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)
-        adaptive = bool(mechanism.values_per_release)  # the count of unclipped examples
-        count = self.mesh.sum_checked(mechanism.count(norms) if adaptive else [], batch_digest)
-        of_groups: list[int] = []
-        if self.weighting is not None and self.weighed is not None:
-            of_groups = self.weighting.total(self.weighed.losses, row_groups)
-
-        def released() -> tuple[float, ...]:
-            values: tuple[float, ...] = ()
-            if adaptive:
-                values += tuple(mechanism.release_count(count, step, self.noise))
-            if self.weighting is not None:
-                values += self.weighting.end(of_groups, mechanism, step)
-            return values
-
-        release_on_all_ranks(self.trajectory, step, learning_rate, released)
+        count: list[int] = []
+        released: Callable[[], tuple[float, ...]] = tuple  # no numbers beside the gradient
+        if isinstance(mechanism, AdaptiveGradientMechanism):  # the count of unclipped examples
+            count = self.mesh.sum_checked(mechanism.count(norms), batch_digest)
+            released = functools.partial(mechanism.release_count, count, step, self.noise)
+        else:
+            self.mesh.sum_checked(count, batch_digest)
+        self._release(step, learning_rate, mechanism, released)
         means = list(self._noised_means(mechanism, totals, step))
         if self.signal is not None:
             self.signal.add_means(step, means, noise_variance(mechanism))
         self._hand_on(means)
         return norms.unsqueeze(1)
-
-    @functools.cached_property
-    def _schedule(self) -> MechanismSchedule[Any]:
-        return MechanismSchedule(self.mechanism, self.mechanism_at)
 
     def _refuse_backward_hooks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Refuses hooks that would see gradients before they are clipped and noised.
@@ -260,7 +226,7 @@ class FirstOrderStep:
                 raise ValueError(_BACKWARD_HOOK.format(name or "the model"))
 
     def _noised_means(
-        self, mechanism: Any, totals: Sequence[Tensor], step: int
+        self, mechanism: GradientReleases, totals: Sequence[Tensor], step: int
     ) -> Iterator[Tensor]:
         """(total + noise) / divisor for each parameter, float32; rank 0 noises the sum of all ranks."""
         flat = [total.view(-1) for total in totals]

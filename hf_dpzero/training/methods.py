@@ -57,7 +57,7 @@ from hf_dpzero.training.first_order_step import (
     GroupMeans,
     PlainGradients,
 )
-from hf_dpzero.training.group_training import WeighedLosses, weighting_of
+from hf_dpzero.training.private_step import GroupWeighting
 from hf_dpzero.training.signal import ReleasedSignal
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
@@ -138,7 +138,7 @@ class ZerothOrderMethod:
             defer=run.args.performance.defer_updates
             and all_known(run.readers())
             and not is_compiled(run.model),
-            weighting=weighting_of(run),
+            weighting=_weighting_of(run),
             mesh=run.mesh,
         )
         run.mesh.connect()
@@ -240,18 +240,17 @@ class FirstOrderMethod:
     def __init__(self, run: Run, signal: ReleasedSignal) -> None:
         self.run = run
         objective: PerExampleLoss = run.evaluate
-        weighting = weighting_of(run)
-        weighed = None if weighting is None else WeighedLosses(objective)
+        if (weighting := _weighting_of(run)) is not None:
+            objective = weighting.objective(objective)
         self.weights = WeightsBetweenSteps(run.model, run.plan.mechanism.private)
         self.step = FirstOrderStep(
             mechanism=run.plan.mechanism,
-            gradients=self._gradients(objective if weighed is None else weighed.objective),
+            gradients=self._gradients(objective),
             noise=run.step_noise or run.noise,
             trajectory=run.opened,
             mechanism_at=run.plan.scheduled,
             signal=signal,
             weighting=weighting,
-            weighed=weighed,
             mesh=run.mesh,
         )
 
@@ -299,6 +298,10 @@ class FirstOrderMethod:
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing: all is in the weights and the optimizer."""
         return {}
+
+
+def _weighting_of(run: Run) -> GroupWeighting | None:
+    return GroupWeighting(run.plan, run.noise, run.opened) if run.plan.groups else None
 
 
 def private_diagnostics(

@@ -43,7 +43,6 @@ from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import copied, learning_rate, rate_hint, resolve
 from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import progress, termination
-from hf_dpzero.training.group_training import group_logs
 from hf_dpzero.training.inputs import by_name, checked_config, load_inputs
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
@@ -52,6 +51,7 @@ from hf_dpzero.training.methods import (
     prepare,
     private_diagnostics,
 )
+from hf_dpzero.training.private_step import group_logs
 from hf_dpzero.training.publishing import Decided, PublishingTrainer
 from hf_dpzero.training.signal import SignalCallback
 

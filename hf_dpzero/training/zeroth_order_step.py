@@ -20,61 +20,46 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import apply_release, directions_of
-from hf_dpzero.ledger.trajectory import Release, Trajectory
-from hf_dpzero.parallel.collectives import broadcast_, is_main, release_on_all_ranks
-from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
+from hf_dpzero.ledger.trajectory import Release
+from hf_dpzero.parallel.collectives import broadcast_, is_main
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.privacy.mechanisms import Mechanism, VectorMechanism
+from hf_dpzero.privacy.mechanisms import Mechanism, ScalarReleases, VectorMechanism
 from hf_dpzero.privacy.mechanisms.base import check_dimension
-from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.schedules import MechanismSchedule
-from hf_dpzero.training.group_training import GroupWeighting
+from hf_dpzero.training.private_step import PrivateStep
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ZerothOrderStep:
+@dataclass(frozen=True, kw_only=True)
+class ZerothOrderStep(PrivateStep):
     """Takes the steps of a zeroth-order run, one a call.
 
     Guarantee: `value` is all that a step makes of the data, and it is in the ledger before the
     weights move. The mechanism bounds what one example adds to `total`; the divisor B is public.
 
     Attributes:
-      mechanism: the plan's: clipping norm, noise, expected batch size.
-      mechanism_at: step -> the mechanism that the plan's schedules give it; None without schedules.
-      smoothing_at: step -> lambda of that step; None for one that stays.
       space: the trainable parameters.
       differences: finite differences of the losses along directions.
-      noise: drawn once a step, on rank 0.
-      trajectory: the ledger.
+      smoothing_at: step -> lambda of that step; None for one that stays.
       follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
         clip; then the rate stays with the clip of that step (see `settings.defaults`).
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.forward_passes`).
-      weighting: of group-robust training, else None.
-      mesh: which rows and directions this process evaluates.
     """
 
-    mechanism: Mechanism
     space: ParameterSpace
     differences: FiniteDifferences
-    noise: NoiseSource
-    trajectory: Trajectory
+    smoothing_at: Callable[[int], float] | None = None
     follow_clip: int = 0
     defer: bool = False
-    mechanism_at: Callable[[int], Mechanism] | None = None
-    smoothing_at: Callable[[int], float] | None = None
-    weighting: GroupWeighting | None = None
-    mesh: ProcessMesh = ALONE
 
     def __call__(
         self,
@@ -103,7 +88,10 @@ class ZerothOrderStep:
           None for a step taken from the ledger.
         """
         if (recorded := self.trajectory.get(step)) is not None:
-            self._repeat(recorded)
+            if self.trajectory.header["replayable"]:
+                apply_release(self.space, self.trajectory, recorded)
+            else:
+                logger.warning("step %s was paid for but its update is lost.", step)
             return None
         directions = directions_of(step, self.trajectory.header)
         if self.smoothing_at is not None:
@@ -111,43 +99,30 @@ class ZerothOrderStep:
         with isolated_randomness():
             x, losses = self.differences.with_losses(microbatches, directions, self.mesh)
         if self.weighting is not None:
-            weights = self.weighting.begin()[np.asarray(row_groups, dtype=np.int64)]
-            x = x * torch.from_numpy(weights).unsqueeze(1)
+            x = x * self.weighting.begin(row_groups).unsqueeze(1)
+            self.weighting.losses = losses
         mechanism = self._schedule.after(self.trajectory.releases)
         if isinstance(mechanism, VectorMechanism):
             self._release_vector(mechanism, step, directions, x, learning_rate, batch_digest)
             return x
+        assert isinstance(mechanism, ScalarReleases)
         own = mechanism.clip_sum(x, *([] if groups is None else [groups]))
         total: list[Any] = self.mesh.sum_checked(own, batch_digest)
-        of_groups: list[int] = []
-        if self.weighting is not None:
-            of_groups = self.weighting.total(losses, row_groups, self.mesh.counts)
-
-        def released() -> tuple[float, ...]:
-            values = tuple(mechanism.release(total, step, self.noise))
-            if self.weighting is not None:
-                values += self.weighting.end(of_groups, mechanism, step)
-            return values
-
-        rate = learning_rate * self._rate_for(mechanism, step)
-        release = release_on_all_ranks(self.trajectory, step, rate, released)
+        released = functools.partial(mechanism.release, total, step, self.noise)
+        rate = learning_rate
+        if self.follow_clip:
+            followed = mechanism if step <= self.follow_clip else self._held
+            rate *= float((self.mechanism.clip / followed.clip) ** 2)
+        release = self._release(step, rate, mechanism, released)
         apply_release(self.space, self.trajectory, release, defer=self.defer)
         return x
 
-    def _rate_for(self, mechanism: Any, step: int) -> float:
-        if step > self.follow_clip:
-            mechanism = self._held
-        return float((self.mechanism.clip / mechanism.clip) ** 2) if self.follow_clip else 1.0
-
     @functools.cached_property
-    def _held(self) -> Any:
+    def _held(self) -> Mechanism:
         """The mechanism of the last step whose clip the learning rate follows."""
+        # A schedule of its own: `_schedule` only goes forward.
         schedule = MechanismSchedule(self.mechanism, self.mechanism_at)
         return schedule.after(self.trajectory.releases[: self.follow_clip])
-
-    @functools.cached_property
-    def _schedule(self) -> MechanismSchedule[Any]:
-        return MechanismSchedule(self.mechanism, self.mechanism_at)
 
     def _release_vector(
         self,
@@ -174,9 +149,3 @@ class ZerothOrderStep:
             return moves.to(total.device)
 
         self.space.dense_step_(directions, totals, update)
-
-    def _repeat(self, release: Release) -> None:
-        if self.trajectory.header["replayable"]:
-            apply_release(self.space, self.trajectory, release)
-        else:
-            logger.warning("step %s was paid for but its update is lost.", release.step)
