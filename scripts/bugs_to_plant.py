@@ -266,7 +266,7 @@ BUGS = (
         "cells = noised.copy()"),
     Bug("vertex_precision_quartered",
         "A drawn group is accounted with a quarter of the Gaussian precision that dominates it.",
-        "hf_dpzero/privacy/group_losses/vertex.py",
+        "hf_dpzero/privacy/group_losses/releases.py",
         "tests/privacy/test_group_losses.py::test_a_gaussian_dominates_every_mechanism_of_bounded_range",
         "math.exp(-eta / 2)",
         "math.exp(-eta / 4)"),

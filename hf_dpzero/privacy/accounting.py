@@ -75,39 +75,46 @@ def epsilon_together(parts: tuple[Part, ...], delta: float) -> float:
     Raises:
       ValueError: an unsound combination, no common account, or a delta out of range.
     """
-    merged: dict[StepSpec, int] = {}
-    for spec, steps in parts:
+    for spec, _ in parts:
         check_sound(spec)
-        merged[spec] = merged.get(spec, 0) + steps
-    pure = all(spec.distribution == "laplace" for spec in merged)
+    pure = all(spec.distribution == "laplace" for spec, _ in parts)
     if not MIN_DELTA <= delta < 1 and not (delta == 0 and pure):
         raise ValueError(
             f"delta={delta} is outside [{MIN_DELTA}, 1); choose one well below 1/n "
             "(delta=0 needs distribution='laplace')."
         )
-    parts = tuple((spec, steps) for spec, steps in merged.items() if steps)
+    parts = tuple((spec, steps) for spec, steps in parts if steps)
     if not parts:
         return 0.0
     if not all(spec.noise_multiplier for spec, _ in parts):
         return math.inf
-    account = _ACCOUNTS[common_accountant(parts)]
+    account, events = _ACCOUNTS[common_accountant(parts)], _events(parts)
     bound = math.fsum(pure_epsilon(spec, steps) for spec, steps in parts) if pure else math.inf
-    return min(bound, _with_slack(parts, delta, account)) if delta else bound
+    if not delta:
+        return bound
+    h, draws = grid_slack(parts)
+    share = DENSE_DELTA if draws else 1.0
+    epsilon = max(0.0, account(events, share * delta * math.exp(-h))) + 2 * h
+    return min(bound, epsilon + 2 * dense_slack(draws, epsilon, delta))
 
 
-def _with_slack(
-    parts: Sequence[Part], delta: float, account: Callable[[Sequence[Part], float], float]
-) -> float:
-    """Returns epsilon of discrete noise from `account`'s of real-valued noise (`discretization.py`)."""
+def grid_slack(parts: Sequence[Part]) -> tuple[float, int]:
+    """Returns h of all discrete noise, and the number of noised coordinates (`discretization.py`)."""
     h = math.fsum(
         discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
         for spec, steps in parts
         if spec.distribution == "gaussian"
     )
-    draws = sum(steps * spec.dense_draws for spec, steps in parts)
-    share = DENSE_DELTA if draws else 1.0
-    epsilon = max(0.0, account(parts, share * delta * math.exp(-h))) + 2 * h
-    return epsilon + 2 * dense_slack(draws, epsilon, delta)
+    return h, sum(steps * spec.dense_draws for spec, steps in parts)
+
+
+def _events(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Adds up equal steps, whatever their number of noisy coordinates, which `grid_slack` counts."""
+    merged: dict[StepSpec, int] = {}
+    for spec, steps in parts:
+        event = replace(spec, num_directions=1, dense_draws=0)
+        merged[event] = merged.get(event, 0) + steps
+    return tuple(merged.items())
 
 
 def common_accountant(parts: Sequence[Part]) -> str:
@@ -117,7 +124,7 @@ def common_accountant(parts: Sequence[Part]) -> str:
       ValueError: there is none; says which accountants the parts have.
     """
     names = {accountant_used(spec) for spec, _ in parts}
-    if len({spec for spec, _ in parts}) == 1:
+    if len(_events(parts)) == 1:
         return names.pop()
     if len({library_relation(spec) for spec, _ in parts}) == 1:
         if names == {"gaussian_exact"}:
@@ -129,7 +136,8 @@ def common_accountant(parts: Sequence[Part]) -> str:
     raise ValueError(
         f"runs under the accountants {', '.join(sorted(names))} with "
         f"{', '.join(sorted({spec.distribution for spec, _ in parts}))} noise have no common account "
-        "here: give the later run the accountant, sampling and noise_distribution of the earlier one."
+        "here: give the later run the accountant, sampling and noise_distribution of the earlier one; "
+        "in a sweep, vary settings that leave these alone."
     )
 
 
@@ -227,11 +235,10 @@ def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> f
     The result is a bound on any grid; the grid decides only how tight it is and how long it takes.
     """
     specs = [spec for spec, _ in parts]
-    alike = len({spec.probability for spec in specs}) == 1
-    at_once = len(parts) > 1 and alike and all(map(composes_at_once, specs))
+    at_once = len(parts) > 1 and all(map(composes_at_once, specs))
     widest = max(map(largest_loss, specs))
     if at_once:
-        levels = [(spec.noise_multiplier, steps) for spec, steps in parts]
+        kinds = [(spec.noise_multiplier, spec.probability, steps) for spec, steps in parts]
         squares = sum(typical_loss(spec) ** 2 * steps for spec, steps in parts)
         typical, points = math.sqrt(squares / sum(steps for _, steps in parts)), 2**17
         rough = max(typical / 4, widest / 2**14, 1e-10)
@@ -242,7 +249,7 @@ def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> f
 
     def epsilon(grid: float) -> float:
         if at_once:
-            return composed_epsilon(levels, specs[0].probability, delta, grid)
+            return composed_epsilon(kinds, delta, grid)
         return _pld_on_grid(parts, delta, smaller, grid)
 
     coarse = epsilon(rough)

@@ -104,26 +104,24 @@ def _starts(
     return np.array(starts)
 
 
-def composed_epsilon(levels: Sequence[Level], q: float, delta: float, grid: float) -> float:
+def composed_epsilon(steps: Sequence[tuple[float, float, int]], delta: float, grid: float) -> float:
     """Returns a bound on epsilon of Poisson-subsampled Gaussians on sums that an example moves by 1.
 
     For neighbours that differ by one example more or less, or by one that contributes zero.
 
     Args:
-      levels: (noise multiplier > 0, number of steps >= 1) each.
-      q: probability that an example is in a step's batch, in (0, 1].
+      steps: of each kind the noise multiplier > 0, q, the probability in (0, 1] that an example is in a
+        step's batch, and how many there are, >= 1.
       delta: in (0, 1).
       grid: spacing of losses, > 0; a coarser one gives a looser bound.
 
     Returns:
       Epsilon >= 0, or infinity where no finite loss on the grid has so small a delta.
     """
-    removed, added = [], []
-    for sigma, count in levels:
-        of_removal, of_addition = _losses(sigma, q, grid)
-        removed.append((of_removal, count))
-        added.append((of_addition, count))
-    return max(_epsilon(losses, delta, grid) for losses in (removed, added))
+    kinds = [(_losses(sigma, q, grid), count) for sigma, q, count in steps]
+    return max(
+        _epsilon([(losses[way], count) for losses, count in kinds], delta, grid) for way in (0, 1)
+    )
 
 
 def _losses(sigma: float, q: float, grid: float) -> tuple[_Loss, _Loss]:
@@ -144,10 +142,10 @@ def _losses(sigma: float, q: float, grid: float) -> tuple[_Loss, _Loss]:
     weights = np.array([1 - q, q])
     removal = _split(first, mixed, plain, float(weights @ below), grid)
     addition = _split(-last, plain[::-1], mixed[::-1], float(above[0]), grid)
+    removed = _Loss(first, removal, float(weights @ above))
     if q < 1:  # the loss of an addition stays below -log(1 - q), which is before the next point
-        last_one = _Loss(-last, np.append(addition, float(below[0])), 0.0)
-        return _Loss(first, removal, float(weights @ above)), last_one
-    return _Loss(first, removal, float(weights @ above)), _Loss(-last, addition, float(below[0]))
+        return removed, _Loss(-last, np.append(addition, float(below[0])), 0.0)
+    return removed, _Loss(-last, addition, float(below[0]))
 
 
 def _log_ratio(x: float, sigma: float, q: float) -> float:
@@ -216,14 +214,13 @@ def _folded(loss: _Loss, size: int) -> np.ndarray:
 
 def _power(values: np.ndarray, exponent: int) -> np.ndarray:
     """Returns values ** exponent by repeated squaring: zeros stay zeros."""
-    result, square = None, values
+    result = np.ones_like(values)
     while exponent:
         if exponent & 1:
-            result = square if result is None else result * square
+            result = result * values
         exponent >>= 1
-        if exponent:
-            square = square * square
-    return np.ones_like(values) if result is None else result
+        values = values * values if exponent else values
+    return result
 
 
 def _window(losses: Sequence[tuple[_Loss, int]], delta: float, grid: float) -> tuple[int, int]:

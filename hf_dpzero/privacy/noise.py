@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -294,7 +294,7 @@ def _check(scale: float, size: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _measurement(distribution: Distribution, scale: float) -> Any:
+def _measurement(distribution: Distribution, scale: float) -> Callable[[list[int]], list[int]]:
     # OpenDP's integer vector measurement at `scale`; building one costs about 1 ms.
     import opendp.prelude as dp
 
@@ -306,7 +306,7 @@ def _measurement(distribution: Distribution, scale: float) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _noisy_max() -> Any:
+def _noisy_max() -> Callable[[list[float]], int]:
     # OpenDP's exponential mechanism (Gumbel noise of scale 1, compared exactly)
     import opendp.prelude as dp
 

@@ -243,13 +243,6 @@ class PrivacyPlan:
         return step
 
     @property
-    def equal_steps(self) -> bool:
-        """Says whether all steps are one event, so that runs of T1 and T2 steps are one of T1 + T2."""
-        beside = self.groups is not None and self.groups.num_values and not self.groups.joint
-        fixed = isinstance(self.sampler, FixedBatchesSampler)
-        return self.noise_schedule is None and not fixed and not beside
-
-    @property
     def _kept(self) -> float:
         # multiplier of a step's one Gaussian over that of its weights' part
         return 1.0 if self.groups is None else self.groups.kept
@@ -327,9 +320,7 @@ class PrivacyPlan:
 
     def _constant(self, spec: StepSpec, count: int) -> tuple[Part, ...]:
         """Returns steps of one kind, as often as an example is in them, and what is released beside."""
-        events = min(count, 1)
-        if self.correlation is None:
-            events = math.ceil(count / getattr(self.sampler, "batches", 1))
+        events = min(count, 1) if self.correlation is not None else self.sampler.passes(count)
         parts: tuple[Part, ...] = ((spec, events),)
         if self.groups is None or not spec.noise_multiplier or not count:
             return parts

@@ -82,6 +82,15 @@ class Sampler(Described, ABC):
         """
         return math.ceil(self.num_examples / self.expected_batch_size - 1e-9)
 
+    @property
+    def period(self) -> int:
+        """Returns P: an example that is in a step may next be in the one P later."""
+        return 1
+
+    def passes(self, count: int) -> int:
+        """Returns E: in how many of the first `count` steps an example may be."""
+        return math.ceil(count / self.period)
+
     def batch(self, step: int, key: bytes) -> np.ndarray:
         """Draws the step's examples, a pure function of the arguments.
 
@@ -234,13 +243,13 @@ class FixedBatchesSampler(Sampler):
         self._check_whole("fixed batches")
 
     @property
-    def batches(self) -> int:
-        """Returns E, steps in an epoch."""
+    def period(self) -> int:
+        """Returns the number of batches, the steps of an epoch."""
         return math.ceil(self.num_examples / self.expected_batch_size)
 
     def _indices(self, step: int, key: bytes) -> np.ndarray:
-        size, place = int(self.expected_batch_size), step % self.batches
-        there = _order(self.batches * size, key)[place * size : (place + 1) * size]
+        size, place = int(self.expected_batch_size), step % self.period
+        there = _order(self.period * size, key)[place * size : (place + 1) * size]
         return np.sort(there[there < self.num_examples])
 
 
@@ -275,19 +284,19 @@ def inclusion_threshold(probability: float) -> int:
     return math.floor(Fraction(probability) * 2**64)
 
 
-def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarray:
+def _subset(
+    n: int, size: int, step: int, key: bytes, domain: bytes, attempt: int = 0
+) -> np.ndarray:
     """Draws a uniform subset of range(n): the positions of its `size` smallest words."""
     # If the largest kept and the smallest dropped word are equal, the words are drawn again; given
     # that they differ, exchangeability of the words makes all subsets equally likely, exactly.
-    attempt = 0
-    while True:
-        words = _words(n, step, key, domain, attempt)
-        if size >= n:
-            return np.arange(n, dtype=np.int64)
-        boundary = np.partition(words, (size - 1, size))
-        if boundary[size - 1] != boundary[size]:
-            return np.flatnonzero(words <= boundary[size - 1]).astype(np.int64)
-        attempt += 1
+    if size >= n:
+        return np.arange(n, dtype=np.int64)
+    words = _words(n, step, key, domain, attempt)
+    kept, dropped = np.partition(words, (size - 1, size))[size - 1 : size + 1]
+    if kept == dropped:
+        return _subset(n, size, step, key, domain, attempt + 1)
+    return np.flatnonzero(words <= kept).astype(np.int64)
 
 
 def place_order(count: int, step: int, key: bytes) -> np.ndarray:
@@ -315,15 +324,13 @@ def _order(n: int, key: bytes) -> np.ndarray:
     return _permutation(n, 0, key, b"order")
 
 
-def _permutation(n: int, step: int, key: bytes, domain: bytes) -> np.ndarray:
+def _permutation(n: int, step: int, key: bytes, domain: bytes, attempt: int = 0) -> np.ndarray:
     """Draws a uniform permutation of range(n): the order of its words, again if two are equal."""
-    attempt = 0
-    while True:
-        words = _words(n, step, key, domain, attempt)
-        order = np.argsort(words)
-        if (np.diff(words[order]) > 0).all():
-            return order.astype(np.int64)
-        attempt += 1
+    words = _words(n, step, key, domain, attempt)
+    order = np.argsort(words)
+    if not (np.diff(words[order]) > 0).all():
+        return _permutation(n, step, key, domain, attempt + 1)
+    return order.astype(np.int64)
 
 
 def _words(n: int, step: int, key: bytes, domain: bytes, attempt: int) -> np.ndarray:

@@ -32,21 +32,21 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import rdp_accountant, smallest_argument
-from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
-from hf_dpzero.privacy.events import (
-    Accountant,
-    Part,
-    composed_event,
-    library_relation,
-    step_event,
+from hf_dpzero.privacy.accounting import (
+    calibrated_noise_multiplier,
+    epsilon_together,
+    grid_slack,
+    rdp_accountant,
+    smallest_argument,
 )
+from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack
+from hf_dpzero.privacy.events import Part, composed_event, library_relation
 from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping
 from hf_dpzero.privacy.plan import PrivacyPlan
 
@@ -96,32 +96,9 @@ class TrialCount:
 # ------------------------------------------------------------------ private selection
 
 
-def _refuse_extended(plans: Sequence[PrivacyPlan]) -> None:
-    if any(plan.after for plan in plans):
-        raise ValueError(
-            "a run that extends another is not accounted together with a search for its settings: "
-            "search from the base model, or fix the settings (tuning='none')."
-        )
-
-
 def run_event(plan: PrivacyPlan) -> DpEvent:
     """Returns one whole run as the RDP accountant reads it, and refuses one that it does not know."""
-    return composed_event(_parts([plan], "rdp"))
-
-
-def _parts(plans: Sequence[PrivacyPlan], accountant: Accountant) -> tuple[Part, ...]:
-    """Returns all steps of all plans, by kind, for one accountant."""
-    plans = [replace(plan, accountant=accountant) for plan in plans]
-    return tuple(part for plan in plans for part in plan.own_parts())
-
-
-def _slack(parts: Sequence[Part]) -> tuple[float, int]:
-    """Returns h of all discrete noise, and the number of noised coordinates of vectors."""
-    h = math.fsum(
-        discretisation_slack(spec.noise_multiplier, steps * spec.num_directions)
-        for spec, steps in parts
-    )
-    return h, sum(steps * spec.dense_draws for spec, steps in parts)
+    return composed_event(replace(plan, accountant="rdp").own_parts())
 
 
 def selection_event(parts: Sequence[Part], trials: TrialCount) -> DpEvent:
@@ -136,7 +113,7 @@ def selection_event(parts: Sequence[Part], trials: TrialCount) -> DpEvent:
     import dp_accounting as dp
     from dp_accounting.dp_event import RepeatAndSelectDpEvent, ZCDpEvent
 
-    xi = _slack(parts)[0] * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
+    xi = grid_slack(parts)[0] * (2 * _SMALLEST_ORDER - 1) / (_SMALLEST_ORDER - 1)
     one = dp.ComposedDpEvent([composed_event(parts), ZCDpEvent(rho=0.0, xi=xi)])
     return RepeatAndSelectDpEvent(one, trials.mean, 1.0)
 
@@ -156,10 +133,18 @@ def selection_epsilon(plan: PrivacyPlan, trials: TrialCount, delta: float) -> fl
       ValueError: delta out of (0, 1), a plan that extends another, or one for which the RDP accountant
         has no sound event; the message says what to use instead.
     """
-    _refuse_extended([plan])
+    _refuse_extended(plan)
     if not plan.private:
         return math.inf
-    return _selection_epsilon(_parts([plan], "rdp"), trials, delta)
+    return _selection_epsilon(replace(plan, accountant="rdp").own_parts(), trials, delta)
+
+
+def _refuse_extended(plan: PrivacyPlan) -> None:
+    if plan.after:
+        raise ValueError(
+            "a run that extends another is not accounted together with a search for its settings: "
+            "search from the base model, or fix the settings (tuning='none')."
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -168,7 +153,7 @@ def _selection_epsilon(parts: tuple[Part, ...], trials: TrialCount, delta: float
         raise ValueError(
             f"delta={delta} must lie in (0, 1): private selection has no pure epsilon."
         )
-    accountant, (_, draws) = rdp_accountant(library_relation(parts[0][0])), _slack(parts)
+    accountant, (_, draws) = rdp_accountant(library_relation(parts[0][0])), grid_slack(parts)
     accountant.compose(selection_event(parts, trials))
     epsilon = float(accountant.get_epsilon(delta * (DENSE_DELTA if draws else 1.0)))
     return epsilon + 2 * dense_slack(trials.most * draws, epsilon, delta)
@@ -195,7 +180,8 @@ def calibrate_selection(
     def spent(sigma: float) -> float:
         return _selection_epsilon(plan.parts_at(sigma), trials, delta)
 
-    effective = _smallest_noise(plan, spent, epsilon, delta)
+    start = 1.5 * plan.calibrate(epsilon=epsilon, delta=delta).spec.noise_multiplier
+    effective = smallest_argument(spent, epsilon, start, 4e-4)
     plan = with_noise(plan, plan.stated_multiplier(effective))
     assert selection_epsilon(plan, trials, delta) <= epsilon, "calibrated over the target"
     return plan
@@ -210,24 +196,11 @@ def with_noise(plan: PrivacyPlan, noise_multiplier: float) -> PrivacyPlan:
     return replace(plan, mechanism=replace(mechanism, **changed))  # type: ignore[arg-type]
 
 
-def _smallest_noise(
-    plan: PrivacyPlan, spent: Callable[[float], float], epsilon: float, delta: float
-) -> float:
-    """Returns the smallest multiplier with spent(sigma) <= epsilon, to 4e-4."""
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise ValueError(f"target_epsilon={epsilon} must be finite and positive.")
-    start = 1.5 * plan.calibrate(epsilon=epsilon, delta=delta).spec.noise_multiplier
-    return smallest_argument(spent, epsilon, start, 4e-4)
-
-
 # ------------------------------------------------------------------ plain composition
 
 
 def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
     """Returns epsilon at `delta` of releasing every run of `plans`, an upper bound.
-
-    Runs with the same step are one longer run. Different ones are composed by the RDP
-    accountant where it knows all of them, else by the PLD accountant.
 
     Args:
       plans: the runs, at least one.
@@ -237,63 +210,18 @@ def composed_epsilon(plans: Sequence[PrivacyPlan], delta: float) -> float:
       Infinity if a run is not private.
 
     Raises:
-      ValueError: no plans, different relations, or a combination without sound accounting.
+      ValueError: no plans, different relations, a run that extends another, or runs without a common
+        accountant (`accounting.common_accountant`).
     """
     if not plans:
         raise ValueError("no runs to compose: the grid is empty.")
-    if len({plan.relation for plan in plans}) > 1:
-        names = sorted({plan.relation for plan in plans})
+    if len(names := sorted({plan.relation for plan in plans})) > 1:
         raise ValueError(f"neighboring_relation {names}: one guarantee has one relation; fix it.")
-    _refuse_extended(plans)
+    for plan in plans:
+        _refuse_extended(plan)
     if not all(plan.private for plan in plans):
         return math.inf
-    constant = all(plan.equal_steps for plan in plans)
-    if constant and all(step_event(plan.spec) == step_event(plans[0].spec) for plan in plans):
-        return _as_one_run(plans).epsilon(delta)
-    h, draws = _slack(_parts(plans, plans[0].accountant))
-    share = DENSE_DELTA if draws else 1.0
-    epsilon = _accounted(plans, share * delta * math.exp(-h)) + 2 * h
-    return epsilon + 2 * dense_slack(draws, epsilon, delta)
-
-
-def _as_one_run(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
-    """Returns one run of T1 + T2 + ... steps."""
-    # the plan with the most directions has the most discrete noise
-    largest = max(plans, key=lambda plan: (plan.spec.num_directions, plan.spec.dense_draws))
-    steps = sum(plan.steps for plan in plans)
-    return replace(largest, steps=steps, noise_schedule=None, clip_schedule=None)
-
-
-def _accounted(plans: Sequence[PrivacyPlan], delta: float) -> float:
-    """Returns epsilon of different events under one accountant that knows them all."""
-    from dp_accounting import pld
-
-    gaussian = all(plan.spec.distribution == "gaussian" for plan in plans)
-    relation = library_relation(plans[0].spec)
-    if gaussian and all(_knows("rdp", plan) for plan in plans):
-        accountant, parts = rdp_accountant(relation), _parts(plans, "rdp")
-    elif gaussian and all(_knows("pld", plan) for plan in plans):
-        accountant = pld.PLDAccountant(relation, value_discretization_interval=1e-4)
-        parts = _parts(plans, "pld")
-    else:
-        raise ValueError(
-            "the grid's runs differ in sampling or noise in a way that no one accountant composes here; "
-            "sweep settings that leave the step's event alone (learning_rate, clip, smoothing, "
-            "num_directions, ...), or sweep the others one by one."
-        )
-    accountant.compose(composed_event(parts))
-    return float(accountant.get_epsilon(delta))
-
-
-def _knows(accountant: Accountant, plan: PrivacyPlan) -> bool:
-    """Says whether `accountant` itself reads the plan's event; truncation has its own two sizes."""
-    if plan.spec.sampling == "truncated_poisson":
-        return False
-    try:
-        used = replace(plan, accountant=accountant).accountant_used
-    except ValueError:
-        return False
-    return used == accountant or (accountant == "pld" and used == "gaussian_exact")
+    return epsilon_together(tuple(part for plan in plans for part in plan.own_parts()), delta)
 
 
 def calibrate_composed(
@@ -304,15 +232,18 @@ def calibrate_composed(
     Guarantee: `composed_epsilon(calibrate_composed(...), delta) <= epsilon`.
 
     Args:
-      plans: the runs, at least one.
+      plans: the runs, of private mechanisms, at least one.
       epsilon: target > 0 of all of them together.
       delta: in (0, 1).
     """
+    composed_epsilon(
+        [with_noise(plan, 1.0) for plan in plans], delta
+    )  # refuses what has no account
 
-    def spent(sigma: float) -> float:
-        return composed_epsilon([with_noise(plan, sigma) for plan in plans], delta)
+    def at(sigma: float) -> tuple[Part, ...]:
+        return tuple(part for plan in plans for part in with_noise(plan, sigma).own_parts())
 
-    sigma = _smallest_noise(_as_one_run(plans), spent, epsilon, delta)
+    sigma = calibrated_noise_multiplier(at, epsilon=epsilon, delta=delta)
     return [with_noise(plan, sigma) for plan in plans]
 
 

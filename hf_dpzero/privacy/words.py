@@ -17,7 +17,6 @@ from hf_dpzero.privacy.group_losses import (
     PrefixSumGroups,
     VertexGroups,
 )
-from hf_dpzero.privacy.group_losses.base import passes
 from hf_dpzero.privacy.mechanisms.base import NoisedSum
 from hf_dpzero.privacy.plan import PrivacyPlan
 
@@ -120,7 +119,7 @@ def group_words(plan: PrivacyPlan) -> str:
     if isinstance(groups, PerStepGroups):
         return f"{words}, noise multiplier {groups.multiplier(weights):.4g}"
     if isinstance(groups, PrefixSumGroups):
-        multiplier = groups.multiplier(weights, passes(plan.sampler, plan.steps))
+        multiplier = groups.multiplier(weights, plan.sampler.passes(plan.steps))
         return f"{words}, noise multiplier {multiplier:.4g} for the whole run"
     assert isinstance(groups, VertexGroups)
     rate = groups.paid_rate(plan.spec, weights, plan.sampler, plan.steps)

@@ -25,7 +25,7 @@ def places_of_the_others(n: int, size: int, others: int, monkeypatch) -> Counter
     sampler.batch(0, KEY)
     for order in itertools.permutations(range(asked[0])):
         monkeypatch.setattr(sampling, "_order", lambda count, key, o=order: np.array(o))
-        batches = [sampler.batch(step, KEY) for step in range(sampler.batches)]
+        batches = [sampler.batch(step, KEY) for step in range(sampler.period)]
         found[tuple(tuple(b[b < others].tolist()) for b in batches)] += 1
     total = sum(found.values())
     return Counter({way: count * 5040 // total for way, count in found.items()})
@@ -48,6 +48,6 @@ def test_every_row_is_in_one_batch_and_no_batch_is_empty_or_too_large():
         if size > n:
             continue
         sampler = FixedBatchesSampler(num_examples=n, expected_batch_size=size)
-        batches = [sampler.batch(step, b"\1" * 32) for step in range(sampler.batches)]
+        batches = [sampler.batch(step, b"\1" * 32) for step in range(sampler.period)]
         assert sorted(np.concatenate(batches).tolist()) == list(range(n))
         assert all(1 <= len(batch) <= size for batch in batches)

@@ -34,7 +34,7 @@ def test_samplings_that_need_one_order_for_the_whole_run_are_refused(tmp_path):
     """Drawn anew each round, fixed batches take a row several times an epoch; the account says once."""
     sampler = FixedBatchesSampler(num_examples=200, expected_batch_size=20)
     seen = [0] * 200
-    for number in range(sampler.batches):
+    for number in range(sampler.period):
         for row in sampler.batch(number, new_sampler_key()):
             seen[row] += 1
     assert max(seen) > 1

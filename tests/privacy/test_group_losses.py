@@ -18,7 +18,7 @@ from hf_dpzero.privacy.group_losses import (
     PrefixSumGroups,
     VertexGroups,
 )
-from hf_dpzero.privacy.group_losses.vertex import gaussian_precision
+from hf_dpzero.privacy.group_losses.releases import gaussian_precision
 from hf_dpzero.privacy.mechanisms import (
     AdaptiveScalarMechanism,
     ScalarMechanism,

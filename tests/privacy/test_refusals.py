@@ -320,7 +320,7 @@ REFUSED = {
             ({"relation": "replace_one"}, "accountant='rdp', .*; use accountant='pld' or neigh"),
             ({"sampler": CAPPED}, "; use accountant='pld' or sampling='poisson'"),
             ({"mechanism": LAPLACE}, "; use accountant='pld' or noise_distribution='gaussian'"))],
-        (lambda: composed_epsilon([plan(), plan(mechanism=LAPLACE)], DELTA), "no one accountant"),
+        (lambda: composed_epsilon([plan(), plan(accountant="rdp")], DELTA), "vary settings"),
         (lambda: composed_epsilon([plan(), plan(relation="replace_one")], DELTA), "one relation"),
         (lambda: composed_epsilon([], DELTA), "grid is empty"),
         (lambda: selection_epsilon(full(numbers={"distribution": "laplace"}), TrialCount(mean=2.0),

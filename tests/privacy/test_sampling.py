@@ -148,7 +148,7 @@ def test_domains_keys_and_steps_give_unrelated_streams():
 def test_fixed_batches_visit_each_row_once_an_epoch_in_the_same_place():
     sampler = FixedBatchesSampler(num_examples=23, expected_batch_size=5)
     epochs = [[sampler.batch(5 * epoch + i, KEY) for i in range(5)] for epoch in range(3)]
-    assert sampler.batches == 5
+    assert sampler.period == 5
     assert max(len(batch) for batch in epochs[0]) == 5  # two of 25 places are empty
     assert sorted(np.concatenate(epochs[0]).tolist()) == list(range(23))
     for epoch in epochs[1:]:

@@ -245,10 +245,10 @@ def test_clips_are_scheduled_and_weigh_in_the_influence():
 def test_extensions_compose_the_scheduled_steps_that_were_taken():
     first = make_plan(Exponential(gamma=0.9), steps=30)
     second = make_plan(steps=20, after=((first, 10),))
-    q, counts = 0.1, first.multipliers[:10]
     from hf_dpzero.privacy.heterogeneous import composed_epsilon as reference
 
-    expected = reference([*((float(s), 1) for s in counts), (2.0, 20)], q, DELTA, 1e-3)
+    taken = [(float(sigma), 0.1, 1) for sigma in first.multipliers[:10]]
+    expected = reference([*taken, (2.0, 0.1, 20)], DELTA, 1e-3)
     assert second.epsilon(DELTA) == pytest.approx(expected, rel=2e-3)
     again = make_plan(Exponential(gamma=0.9), steps=20, after=((first, 10),))
     assert again.calibrate(epsilon=9.0, delta=DELTA).epsilon(DELTA) == pytest.approx(9.0, rel=2e-3)
@@ -259,8 +259,8 @@ def test_sweeps_compose_scheduled_runs():
     from dp_accounting import PoissonSampledDpEvent, rdp
     from dp_accounting.dp_event import GaussianDpEvent, SelfComposedDpEvent
 
-    plan = make_plan(Exponential(gamma=0.5), steps=20)
-    constant = make_plan(steps=20)
+    plan = make_plan(Exponential(gamma=0.5), steps=20, accountant="rdp")
+    constant = make_plan(steps=20, accountant="rdp")
 
     def reference(*plans):
         accountant = rdp.RdpAccountant()
@@ -274,7 +274,9 @@ def test_sweeps_compose_scheduled_runs():
         reference(plan, constant), rel=1e-3
     )
     assert composed_epsilon([plan, plan], DELTA) == pytest.approx(reference(plan, plan), rel=1e-3)
-    rdp_of_one = dataclasses.replace(plan, accountant="rdp").epsilon(DELTA)
+    tight = [dataclasses.replace(p, accountant="pld") for p in (plan, constant)]
+    assert composed_epsilon(tight, DELTA) < 0.9 * reference(plan, constant)
+    rdp_of_one = plan.epsilon(DELTA)
     assert rdp_of_one == pytest.approx(reference(plan), rel=1e-3)
     assert selection_epsilon(plan, TrialCount(mean=4.0), DELTA) > rdp_of_one
     flat = selection_epsilon(constant, TrialCount(mean=4.0), DELTA)

@@ -262,7 +262,7 @@ def test_plans_that_are_refused(tmp_path, changed, message):
 def test_epochs_of_fixed_batches_are_whole(tmp_path):
     settings = config(tmp_path, **{**RUN, "max_steps": -1, "num_train_epochs": 3})
     assert settings.steps(120) == 30 and settings.steps(121) == 33
-    assert settings.plan(121, 10).sampler.batches == 11
+    assert settings.plan(121, 10).sampler.period == 11
 
 
 def test_a_target_is_calibrated(tmp_path):
@@ -284,5 +284,5 @@ def test_the_plan_of_a_run_with_independent_noise_on_fixed_batches(tmp_path):
     trainer.train()
     assert trainer.plan.correlation is None
     assert trainer.privacy_report().noise_source.startswith("INSECURE")
-    assert trainer.plan.sampler.batches == 3 and len(trainer.plan.own_parts()) == 1
+    assert trainer.plan.sampler.period == 3 and len(trainer.plan.own_parts()) == 1
     assert trainer.plan.own_parts()[0][1] == 3  # epochs begun in 8 steps

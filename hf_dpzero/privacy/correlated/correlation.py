@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from hf_dpzero.privacy.events import StepSpec
     from hf_dpzero.privacy.plan import PrivacyPlan
 
-KINDS = ("independent", "toeplitz", "banded", "optimized", "tree")
+_MADE: dict[str, Callable[[int], Factorization]] = {
+    "independent": factorizations.independent,
+    "toeplitz": factorizations.toeplitz,
+    "optimized": factorizations.optimized,
+    "tree": factorizations.tree,
+}
+KINDS = (*_MADE, "banded")
 """What `Correlation.kind` may be."""
 
 METHODS = ("dp-sgd", "dp-adamw", "dpzero")
@@ -109,10 +115,10 @@ def correlation_from_dict(values: Mapping[str, Any]) -> Correlation:
 @lru_cache(maxsize=32)
 def _factorization(correlation: Correlation, steps: int) -> Factorization:
     size = min(steps, correlation.restart or steps)
-    if correlation.kind == "banded":
-        block = factorizations.banded(size, correlation.bands)
-    else:
-        block = getattr(factorizations, correlation.kind)(size)
+    banded = correlation.kind == "banded"
+    block = (
+        factorizations.banded(size, correlation.bands) if banded else _MADE[correlation.kind](size)
+    )
     return block if size == steps else factorizations.Restarted(block, steps)
 
 
@@ -175,8 +181,8 @@ def check_correlated(plan: PrivacyPlan) -> None:
 
 def sensitivity(plan: PrivacyPlan, count: int | None = None) -> float:
     """Returns S of the first `count` steps (default all), in clipping norms under add-or-remove."""
-    assert plan.correlation is not None and isinstance(plan.sampler, FixedBatchesSampler)
-    return plan.correlation.sensitivity(plan.steps, plan.sampler.batches, count)
+    assert plan.correlation is not None
+    return plan.correlation.sensitivity(plan.steps, plan.sampler.period, count)
 
 
 def step_deviation(plan: PrivacyPlan) -> float:
@@ -201,8 +207,8 @@ def gain_against_independent(plan: PrivacyPlan) -> float:
     Both on the plan's fixed batches, at the same epsilon. It says what reaches weights that plain SGD
     moves at a constant rate; below 1 the correlation does harm.
     """
-    assert plan.correlation is not None and isinstance(plan.sampler, FixedBatchesSampler)
-    epochs = math.ceil(plan.steps / plan.sampler.batches)
+    assert plan.correlation is not None
+    epochs = plan.sampler.passes(plan.steps)
     variances = plan.correlation.factorization(plan.steps).prefix_variances
     return epochs * (plan.steps + 1) / 2 / (sensitivity(plan) ** 2 * float(variances.mean()))
 
@@ -220,8 +226,7 @@ def fixed_batches_part(plan: PrivacyPlan, step: StepSpec) -> StepSpec:
     Returns:
       An event with room for the discrete or rounded noise of all its steps.
     """
-    assert isinstance(plan.sampler, FixedBatchesSampler)
-    epoch, whole = plan.sampler.batches, replace(step, sampling="full_batch")
+    epoch, whole = plan.sampler.period, replace(step, sampling="full_batch")
     if plan.correlation is None:
         return replace(
             whole, num_directions=epoch * step.num_directions, dense_draws=epoch * step.dense_draws

@@ -1,13 +1,7 @@
 """Group-robust training: losses of groups, released privately, and the weights that follow from them.
 
-`base.py` has the definitions, the sensitivities and why the ways below are sound.
-
-| group_weights | module | batches |
-|---|---|---|
-| balanced | `noised.py` | any |
-| per_step | `noised.py` | any |
-| prefix_sum | `noised.py` | fixed_batches, full_batch |
-| vertex | `vertex.py` | fixed_batches, full_batch |
+`base.py` has the definitions, the sensitivities and why the ways of `releases.py` are sound: `balanced`
+and `per_step` for any batches, `prefix_sum` and `vertex` for fixed_batches and full_batch.
 """
 
 from hf_dpzero.privacy.group_losses.base import (
@@ -17,8 +11,12 @@ from hf_dpzero.privacy.group_losses.base import (
     metric_keys,
     places,
 )
-from hf_dpzero.privacy.group_losses.noised import BalancedGroups, PerStepGroups, PrefixSumGroups
-from hf_dpzero.privacy.group_losses.vertex import VertexGroups
+from hf_dpzero.privacy.group_losses.releases import (
+    BalancedGroups,
+    PerStepGroups,
+    PrefixSumGroups,
+    VertexGroups,
+)
 
 __all__ = [
     "GROUP_LOSSES",

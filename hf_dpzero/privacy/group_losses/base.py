@@ -76,7 +76,7 @@ from hf_dpzero.privacy.mechanisms.base import (
 )
 
 if TYPE_CHECKING:
-    from hf_dpzero.privacy.events import StepSpec
+    from hf_dpzero.privacy.events import Part, StepSpec
     from hf_dpzero.privacy.noise import NoiseSource
     from hf_dpzero.privacy.plan import PrivacyPlan
     from hf_dpzero.privacy.sampling import Sampler
@@ -310,7 +310,7 @@ class GroupLosses(Described):
 
     def parts(
         self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int
-    ) -> tuple[tuple[StepSpec, int], ...]:
+    ) -> tuple[Part, ...]:
         """Returns what the release costs beside the steps' own Gaussians, as the accounting sees it.
 
         Args:
@@ -431,13 +431,3 @@ def noised(
         scale = math.ldexp(multiplier, GRID_BITS)
         draws = noise.gaussian(scale, len(total), step + GROUP_STREAM)
     return float32s(math.ldexp(int(n) + z, -GRID_BITS) for n, z in zip(total, draws, strict=True))
-
-
-def passes(sampler: Sampler, count: int) -> int:
-    """Returns E: in how many of the first `count` steps an example may be."""
-    return math.ceil(count / period(sampler))
-
-
-def period(sampler: Sampler) -> int:
-    """Returns P: steps from one that an example is in to the next; 1 for a full batch."""
-    return int(getattr(sampler, "batches", 1))
