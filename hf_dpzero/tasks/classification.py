@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from hf_dpzero.tasks.rows import (
     column_of,
     load_splits,
     require_columns,
-    require_texts,
     subset,
 )
 
@@ -234,8 +233,10 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
             f"task {name!r} has labels of its own ({', '.join(known.label_names)}): leave class_names "
             "out, or use task: text_classification."
         )
-    source = known.source if known else None
-    splits = generated(data) if data.task == "quickstart" else load_splits(data, source)
+    if data.task == "quickstart":
+        splits = generated(data)
+    else:
+        splits = load_splits(data, known.source if known else None)
     fields = known.fields if known else {"text": ("text",)}
     usual = [column_of(splits, namings) for namings in fields.values()]
     second = [data.text_pair_column] if data.text_pair_column else usual[1:2]
@@ -246,9 +247,8 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
     may_lack = [c for field, c in zip(fields, columns, strict=False) if field in optional]
     needed = [column for column in columns if column not in may_lack]
     settings = dict(zip(columns, ("text_column", "text_pair_column"), strict=False))
-    require_columns(splits, [*needed, label], {**settings, label: "label_column"})
-    if data.prompt is None:
-        require_texts(splits, needed)
+    texts = needed if data.prompt is None else ()
+    require_columns(splits, [*needed, label], {**settings, label: "label_column"}, texts)
     unlabelled = known is not None and known.drop_unlabelled
     if unlabelled:  # the Hub marks rows without a label with -1
         for split, rows in splits.items():
@@ -264,9 +264,8 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
             )
     if data.keep_column == "label" != label:
         raise ValueError(
-            f"keep_column (group_robust.column) 'label' beside label_column={label!r}, which is "
-            "called 'label' "
-            "here: rename one of the columns."
+            f"keep_column (group_robust.column) 'label' beside label_column={label!r}, which is called "
+            "'label' here: rename one of the columns."
         )
     kept = [] if data.keep_column in (None, "label") else [str(data.keep_column)]
     labelled, feature = datasets.DatasetDict(), datasets.ClassLabel(names=list(names))
@@ -275,8 +274,8 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
         place = f"{'labelled ' * unlabelled}{split} rows"
         indices = _class_indices(values[split], label, names, place)
         stay = dict.fromkeys([*columns, *kept])
-        texts = rows.select_columns([c for c in stay if c in rows.column_names])
-        labelled[split] = texts.add_column("label", indices).cast_column("label", feature)
+        kept_rows = rows.select_columns([c for c in stay if c in rows.column_names])
+        labelled[split] = kept_rows.add_column("label", indices).cast_column("label", feature)
     if data.prompt is None and len(columns) > 2:
         raise ValueError(
             f"task {name!r} has {len(columns)} texts ({', '.join(columns)}) and a classification head "
@@ -298,28 +297,18 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
     The sorted strings, or "0" ... for integers. They become public, so a training label that is not
     among them is refused, without naming it; so names that a training file brings along are not used.
     """
-    named, public_names = {}, getattr(splits["validation"].features[column], "names", None)
+    known = getattr(splits["validation"].features[column], "names", None)
     kinds = {_kind(rows.features[column], split, column) for split, rows in splits.items()}
-    for split, rows in splits.items():
-        plain = public_names is None and "text" not in kinds
-        named[split] = set(rows.unique(column) if plain else _by_name(rows, column))
-    public: Container[Label] = named["validation"]
-    if public_names is not None:
-        names, public = list(public_names), {*public_names, *range(len(public_names))}
-        _refuse_unseen(named["train"], public, column)
-        return names
-    if kinds == {"bool"}:  # both are named, whichever the rows hold
+    plain = known is None and "text" not in kinds
+    labels = {s: set(r.unique(column) if plain else _by_name(r, column)) for s, r in splits.items()}
+    public: Container[Label] = labels["validation"]
+    if known is not None:
+        names, public = list(known), {*known, *range(len(known))}
+    elif kinds == {"bool"}:  # both are named, whichever the rows hold
         return ["false", "true"]
-    if "text" in kinds and not kinds <= {"text", "class"}:
-        said = " and ".join(_KINDS[kind] for kind in sorted(kinds))
-        raise ValueError(
-            f"column {column!r} holds {said} in one split and the other; write all labels alike."
-        )
-    if "text" in kinds:
-        names = sorted(named["validation"])
-    else:
-        for split, labels in named.items():
-            if min(labels) < 0:
+    elif "text" not in kinds:
+        for split, held in labels.items():
+            if min(held) < 0:
                 row = next(i for i, value in enumerate(splits[split][column][:], 1) if value < 0)
                 raise ValueError(
                     f"row {row} of the {split} rows (counted from 1) has a negative integer in column "
@@ -327,27 +316,30 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
                     "labelled split."
                 )
         # A column of identifiers would make a list of 10^15 names: one too many says enough.
-        largest = min(_MAX_CLASSES, max(named["validation"]))
-        names = [str(label) for label in range(largest + 1)]
-        public = range(max(named["validation"]) + 1)
-    _refuse_unseen(named["train"], public, column)
-    if not 2 <= len(names) <= _MAX_CLASSES:
-        many = len(names) if len(names) < 2 else f"more than {_MAX_CLASSES}"
+        largest = max(labels["validation"])
+        names = [str(label) for label in range(min(_MAX_CLASSES, largest) + 1)]
+        public = range(largest + 1)
+    elif kinds <= {"text", "class"}:
+        names = sorted(labels["validation"])
+    else:
+        said = " and ".join(_KINDS[kind] for kind in sorted(kinds))
         raise ValueError(
-            f"column {column!r} of the validation rows holds {many} classes; 2 to {_MAX_CLASSES} are "
-            "supported. Is it the label column? Set label_column."
+            f"column {column!r} holds {said} in one split and the other; write all labels alike."
         )
-    return names
-
-
-def _refuse_unseen(private: Iterable[Label], public: Container[Label], column: str) -> None:
-    if not all(value in public for value in private):
+    if not all(value in public for value in labels["train"]):
         raise ValueError(
             f"column {column!r} of the train rows has labels that no validation row has. Names of "
             "labels become public (config.json holds them), and these would be read from private rows: "
             "set class_names to the names of all labels, in order. If it is not the label column, set "
             "label_column."
         )
+    if known is None and not 2 <= len(names) <= _MAX_CLASSES:
+        many = len(names) if len(names) < 2 else f"more than {_MAX_CLASSES}"
+        raise ValueError(
+            f"column {column!r} of the validation rows holds {many} classes; 2 to {_MAX_CLASSES} are "
+            "supported. Is it the label column? Set label_column."
+        )
+    return names
 
 
 def _by_name(rows: datasets.Dataset, column: str) -> list[Label]:
@@ -379,15 +371,11 @@ def _kind(feature: Any, split: str, column: str) -> str:
     """What labels of a column are, a key of `_KINDS`; a refusal names its type."""
     if isinstance(feature, datasets.ClassLabel):
         return "class"
-    held = type(feature).__name__
-    if isinstance(feature, datasets.Value):
-        held = feature.dtype
-        if held == "bool":
-            return "bool"
-        if held in TEXT_TYPES:
-            return "text"
-        if held.startswith(("int", "uint")):
-            return "integer"
+    held = feature.dtype if isinstance(feature, datasets.Value) else type(feature).__name__
+    if held == "bool" or held in TEXT_TYPES:
+        return "bool" if held == "bool" else "text"
+    if held.startswith(("int", "uint")):
+        return "integer"
     raise ValueError(
         f"column {column!r} of the {split} rows holds {held} values; class labels are integers from 0, "
         "or strings."

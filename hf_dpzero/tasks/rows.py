@@ -9,7 +9,7 @@ import filecmp
 import io
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import datasets
@@ -127,10 +127,9 @@ def _check_before(path: Path, kind: str) -> None:
                 raise ValueError(
                     f"{path}: line 1 names the column {twice[0]!r} more than once; rename or drop one."
                 )
-    elif kind == "json":
-        with path.open("rb") as file:
-            compressed = file.peek(2)[:2] == b"\x1f\x8b"
-            for number, line in enumerate(() if compressed else file, start=1):
+    with path.open("rb") as file:
+        if kind == "json" and file.peek(2)[:2] != b"\x1f\x8b":  # those of a compressed file
+            for number, line in enumerate(file, start=1):
                 try:
                     line.decode("utf-8")
                 except UnicodeDecodeError:
@@ -157,25 +156,20 @@ def _broken(path: Path, kind: str) -> str:
     if kind == "csv":
         reader = csv.reader(io.StringIO(text), delimiter=_delimiter(path))
         columns = len(next(reader))
-        for row in reader:
-            if len(row) > columns:
-                return f"line {reader.line_num} has more values than there are columns"
+        if any(len(row) > columns for row in reader):  # it stops at the line
+            return f"line {reader.line_num} has more values than there are columns"
         return _UNLIKE
-    whole = path.suffix.lower() == ".json"  # a list of objects, or one object a line
-    if whole:
-        try:
+    if path.suffix.lower() == ".json":
+        with contextlib.suppress(json.JSONDecodeError):  # a list of objects, or one object a line
             json.loads(text)
             return _UNLIKE
-        except json.JSONDecodeError as error:
-            if text.lstrip()[0] == "[":
-                return f"line {error.lineno} is not JSON"
-    for number, line in enumerate(text.split("\n"), start=1):
-        try:
-            row = json.loads(line.strip() or "{}")
-        except ValueError:
-            return f"line {number} is not JSON"
-        if not isinstance(row, dict) and not whole:
-            return f"line {number} is no JSON object {{column: value}}"
+    whole = path.suffix.lower() == ".json" and text.lstrip()[0] == "["
+    try:
+        for number, line in enumerate([text] if whole else text.split("\n"), start=1):
+            if not isinstance(json.loads(line.strip() or "{}"), list if whole else dict):
+                return f"line {number} is no JSON object {{column: value}}"
+    except json.JSONDecodeError as error:
+        return f"line {error.lineno if whole else number} is not JSON"
     return _UNLIKE
 
 
@@ -219,7 +213,10 @@ def column_of(splits: datasets.DatasetDict, namings: Sequence[str]) -> str:
 
 
 def require_columns(
-    splits: datasets.DatasetDict, columns: Sequence[str], settings: Mapping[str, str] | None = None
+    splits: datasets.DatasetDict,
+    columns: Sequence[str],
+    settings: Mapping[str, str] | None = None,
+    texts: Container[str] = (),
 ) -> None:
     """Refuses rows without the columns, naming the columns that there are.
 
@@ -227,9 +224,11 @@ def require_columns(
       splits: the raw rows.
       columns: those that a task needs.
       settings: column -> the setting that would choose another.
+      texts: of the columns, those that a model reads as they are.
 
     Raises:
-      ValueError: a column is missing, or some row of it is empty (None).
+      ValueError: a column is missing, some row of it is empty (None), or it holds something else than
+        the texts that it should.
     """
     for split, rows in splits.items():
         for column in columns:
@@ -243,27 +242,13 @@ def require_columns(
                 raise ValueError(
                     f"column {column!r} of the {split} rows is empty in some rows; fill or drop them."
                 )
-
-
-def require_texts(splits: datasets.DatasetDict, columns: Sequence[str]) -> None:
-    """Refuses columns that hold something else than texts.
-
-    Args:
-      splits: the raw rows, with these columns.
-      columns: those that a model reads.
-
-    Raises:
-      ValueError: a column holds lists, mappings, images, numbers, ...; names it and what it holds.
-    """
-    for split, rows in splits.items():
-        for column in columns:
             feature = rows.features[column]
-            held = feature.dtype if isinstance(feature, datasets.Value) else "mappings"
+            held = getattr(feature, "dtype", type(feature).__name__)
             if isinstance(feature, (list, datasets.Sequence, datasets.LargeList)):
                 held = "lists"
-            elif not isinstance(feature, (dict, datasets.Value)):
-                held = f"{type(feature).__name__} values"
-            if held not in TEXT_TYPES:
+            elif isinstance(feature, dict):
+                held = "mappings"
+            if column in texts and held not in TEXT_TYPES:
                 raise ValueError(
                     f"column {column!r} of the {split} rows holds {held}, and a model reads text: "
                     "choose another column, or write one text in each row."
