@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from row_files import row_files
-from tiny_language_models import opt_tokenizer
 
 from hf_dpzero import tasks
 from hf_dpzero.tasks import BENCHMARKS, TASKS, build_task, description_of, register_task
@@ -82,21 +81,11 @@ def test_every_key(tmp_path):
         metric="macro_f1",
         prompts={
             "masked_lm": Prompt(
-                template="{subject}\n{body} This is about {mask}.",
-                label_words=("bad", "good"),
-                passage="body",
-                source="me",
+                **{**TICKETS["prompts"]["masked_lm"], "label_words": ("bad", "good")}
             ),
             "causal_lm": Prompt(template="{body}\n{answer}"),
         },
     )
-
-
-def test_every_key_is_in_the_file_above():
-    from hf_dpzero.tasks.description import _KEYS, _PROMPT_KEYS
-
-    assert {*TICKETS, "answers"} == set(_KEYS)
-    assert set(TICKETS["prompts"]["masked_lm"]) == set(_PROMPT_KEYS)
 
 
 def test_what_is_left_out_has_its_usual_value(tmp_path):
@@ -237,9 +226,7 @@ MESSAGES = [
 def test_a_classification_from_a_file(tmp_path):
     given = {"task": file(tmp_path, TICKETS), **row_files(tmp_path, MESSAGES)}
     task: Any = build_task(DataArguments(**given, prompt="masked_lm"))
-    assert (task.name, task.label_names, task.metric) == (
-        "tickets", ("billing", "outage"), "macro_f1",
-    )  # fmt: skip
+    assert (task.name, task.metric) == ("tickets", "macro_f1")
     assert task.columns == {"subject": "title", "body": "text"}
     texts = [task.example(row) for row in task.splits["train"]]
     assert texts[:2] == ["Bill\ntwice This is about bad.", "Light\nnone This is about good."]
@@ -255,16 +242,6 @@ def test_the_recipe_overrides_the_files_prompt(tmp_path):
     assert task.example(task.splits["train"][0]) == "Bill: twice\nmoney"
     with pytest.raises(ValueError, match="on a line with the optional"):
         build_task(DataArguments(**given, prompt="masked_lm", template="{subject} {mask}"))
-
-
-def test_questions_from_a_file(tmp_path):
-    given = row_files(tmp_path, [{"question": "When?", "answers": "1900"}])
-    task: Any = build_task(
-        DataArguments(task=file(tmp_path, QUESTIONS), prompt="causal_lm", **given)
-    )
-    row = task.tokenize(opt_tokenizer())["train"][0]
-    text = opt_tokenizer().decode(row["input_ids"], skip_special_tokens=True)
-    assert text == "When?\n1900\n"
 
 
 @pytest.mark.parametrize("missing", [{}, {"title": None}, {"title": " "}])
@@ -291,9 +268,6 @@ def test_a_registered_task(tmp_path):
     task: Any = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
     assert task.name == "dates"
     assert task.answers == "answer"
-    register_task(described(changed(QUESTIONS, answers="question"), "dates"))
-    task = build_task(DataArguments(task="dates", prompt="causal_lm", **data))
-    assert task.answers == "question"
 
 
 def test_the_packages_own_names_are_taken():
