@@ -36,7 +36,6 @@ from hf_dpzero.reporting.wording import (
     FEDERATED_CAVEATS,
     UNSEEN_CAVEAT,
     delta_words,
-    federated_caveats,
     number,
     relation_words,
     round_up,
@@ -215,35 +214,28 @@ def save_costliest(
         costs.append((not row["private"], local.epsilon(released), local, released, member))
     _, _, local, released, member = max(costs, key=lambda cost: cost[:2])
     noise = InsecureSeededNoise(0) if is_seeded(member.noise_source) else SecureNoise()
-    own = PrivacyReport.from_run(
-        local.plan,
-        delta=local.delta,
-        target_epsilon=config.target_epsilon,
-        steps_completed=local.steps_of(released),
-        noise=noise,
-        direction=config.direction,
-        privacy_unit=config.privacy_unit,
+    private = local.plan.private
+    steps = local.steps_of(released)
+    header = {
+        **server.trajectory.header,
         **base,
-    ).with_tuning(config.tuning, local.plan)
-    header = dict(server.trajectory.header)
-    header |= {
         "plan": local.plan.to_dict(),
-        "target_epsilon": own.target_epsilon,
-        "target_delta": own.target_delta,
-        "tuning": own.tuning,
+        "target_epsilon": config.target_epsilon if private else None,
+        "target_delta": local.delta if private else None,
+        "tuning": config.tuning,
         "noise_source": noise.name,
-        "privacy_unit": own.privacy_unit,
+        "privacy_unit": config.privacy_unit,
         "sampler_key_is_secret": True,  # each client draws its own and nobody keeps it
         "log_private_diagnostics": False,
-        "base_weights": own.base_weights,
-        "earlier_runs": own.earlier_runs,
-        "federated": {**header["federated"], "clients": len(costs), "steps": own.steps},
+        "federated": {
+            **server.trajectory.header["federated"],
+            "clients": len(costs),
+            "steps": steps,
+        },
     }
     Trajectory(header, server.trajectory.releases).to_safetensors(server.folder / SHIPPING_NAME)
-    caveats = [own.caveats[0], *federated_caveats(header), *own.caveats[1:]]
-    bound_to(dataclasses.replace(own, caveats=caveats), server.folder).save(
-        server.folder / REPORT_FILE
-    )
+    own = PrivacyReport.from_header(header, steps=steps, delta=local.delta, plan=local.plan)
+    bound_to(own, server.folder).save(server.folder / REPORT_FILE)
 
 
 # ------------------------------------------------------------------ a client's own view

@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from hf_dpzero.reporting.wording import (
     base_words,
     caveats,
     delta_words,
+    federated_caveats,
     needs_secret_batches,
     not_private_statement,
     number,
@@ -43,12 +44,16 @@ from hf_dpzero.reporting.wording import (
 )
 
 if TYPE_CHECKING:
-    from hf_dpzero.privacy.noise import NoiseSource
     from hf_dpzero.privacy.plan import PrivacyPlan
 
 REPORT_FILE = "privacy_report.json"
 
 _PACKAGES = ("hf-dpzero", "torch", "transformers", "dp-accounting", "opendp", "numpy")
+_REPEATED: Mapping[str, Any] = {
+    "privacy_unit": EXAMPLE, "tuning": "none", "earlier_runs": [], "base_weights": NOT_COMPARED,
+    "forward_passes": "", "processes": "",
+}  # fmt: skip
+"""Entries of a ledger's header that the report repeats, and what stands for a missing one."""
 _RUN_ENTRY = {"folder": str, "private": bool, "statement": str}
 
 
@@ -184,101 +189,70 @@ class PrivacyReport:
             )
 
     @classmethod
-    def from_run(
-        cls,
-        plan: PrivacyPlan,
-        *,
-        delta: float,
-        target_epsilon: float | None,
-        steps_completed: int,
-        noise: NoiseSource,
-        direction: str,
-        log_private_diagnostics: bool = False,
-        sampler_key_is_secret: bool = True,
-        privacy_unit: str = EXAMPLE,
-        earlier_runs: Sequence[Mapping[str, Any]] = (),
-        base_weights: str = NOT_COMPARED,
-        forward_passes: str = "",
-        processes: str = "",
-        extends: Sequence[Mapping[str, Any]] = (),
+    def from_header(
+        cls, header: Mapping[str, Any], *, steps: int, delta: float, plan: PrivacyPlan | None = None
     ) -> PrivacyReport:
-        """Reports what `steps_completed` steps of `plan` spent, never more than was run.
+        """Reports what the first steps of a ledger spent, never more than was run.
 
         Args:
-          plan: the plan that ran; what it says (method, clip, noise, sampler) is taken from it.
-          delta: at which epsilon is computed and was calibrated.
-          target_epsilon: what calibration aimed at; None where the noise was given.
-          steps_completed: releases in the ledger, 0..plan.steps.
-          noise: the source that was used; an insecure one makes the report say NOT PRIVATE.
-          direction: distribution of the directions.
-          log_private_diagnostics: whether un-noised statistics were logged.
-          sampler_key_is_secret: False if the key came from the settings, which are logged and
-            saved; a sampled batch that can be known is not amplified.
-          privacy_unit, earlier_runs, base_weights, forward_passes, processes: see the attributes.
-          extends: entries of the ledger's header for each plan in `plan.after`.
+          header: of the ledger: the plan that ran, the noise's source and what else the attributes
+            repeat; from it alone a reader computes the report again (`verification.agreeing`).
+          steps: releases that count, 0..plan.steps.
+          delta: at which epsilon is computed.
+          plan: the header's, where it is made already.
 
         Returns:
-          The report, before anything is said about how the settings were chosen (`with_tuning`).
+          The report, of no weights yet.
 
         Raises:
-          ValueError: `steps_completed` is not within the plan.
+          ValueError: `steps` is not within the plan.
         """
-        mechanism = plan.mechanism
-        if not 0 <= steps_completed <= plan.steps:
+        from hf_dpzero.privacy.plan import PrivacyPlan
+
+        plan = plan or PrivacyPlan.from_dict(header["plan"])
+        if not 0 <= steps <= plan.steps:
             raise ValueError(
-                f"steps_completed={steps_completed} is outside 0..{plan.steps}, the steps of the "
-                "plan; report the plan that ran."
+                f"steps={steps} is outside 0..{plan.steps}, the steps of the plan; report the plan "
+                "that ran."
             )
-        facts = plan_facts(plan, delta, steps_completed)
-        # Reasons that no number of the report holds (a sampler key set by hand) are given here once;
-        # `verification.agreeing` finds them again in the trajectory's header.
+        logged = bool(header["log_private_diagnostics"])
+        facts = plan_facts(plan, delta, steps)
         why_not = why_not_private(
-            method=mechanism.name,
-            epsilon=facts["epsilon"] if mechanism.private else math.inf,
-            noise_source=noise.name if noise.secure else "insecure",
-            log_private_diagnostics=log_private_diagnostics,
-            batches_secret=sampler_key_is_secret or not needs_secret_batches(plan),
+            method=plan.mechanism.name,
+            epsilon=facts["epsilon"] if plan.private else math.inf,
+            noise_source=header["noise_source"],
+            log_private_diagnostics=logged,
+            batches_secret=header["sampler_key_is_secret"] or not needs_secret_batches(plan),
         )
-        facts |= {
-            "target_epsilon": target_epsilon if mechanism.private else None,
-            "target_delta": delta if mechanism.private else None,
-            "privacy_unit": privacy_unit,
-            "direction": direction,
-            "noise_source": noise_name(plan, noise.name),
-            "private": why_not is None,
-            "log_private_diagnostics": log_private_diagnostics,
-            "tuning": "none",
-            "earlier_runs": [dict(run) for run in earlier_runs],
-            "base_weights": base_weights,
-            "forward_passes": forward_passes,
-            "processes": processes,
-            "parts": parts_of(plan, delta, steps_completed, extends),
-            "weights_digest": None,
-        }
-        report = cls(**facts, statement="", caveats=[], versions=versions())
-        return report.in_words(plan, why_not)
+        report = cls(
+            **facts,
+            **{name: header.get(name, default) for name, default in _REPEATED.items()},
+            target_epsilon=header.get("target_epsilon") if plan.private else None,
+            target_delta=header.get("target_delta", delta) if plan.private else None,
+            direction=header["direction"],
+            noise_source=noise_name(plan, header["noise_source"]),
+            private=why_not is None,
+            log_private_diagnostics=logged,
+            parts=parts_of(plan, delta, steps, header.get("extends", ())),
+            weights_digest=None,
+            statement="" if why_not is None else not_private_statement(why_not),
+            caveats=[],
+            versions=versions(),
+        )
+        return report.in_words(plan, header)
 
-    def in_words(self, plan: PrivacyPlan, why_not: str | None) -> PrivacyReport:
-        """Derives statement and caveats from the numbers anew.
-
-        Args:
-          plan: the plan that ran.
-          why_not: of `why_not_private`; None for a private run.
-
-        Returns:
-          The same numbers in a new report.
-        """
-        facts = asdict(self)
-        if why_not is None:
+    def in_words(self, plan: PrivacyPlan, header: Mapping[str, Any]) -> PrivacyReport:
+        """Derives statement and caveats from the numbers anew; why a run is not private stays."""
+        facts, words = asdict(self), self.statement
+        if self.private:
             words = statement(facts, plan.mechanism.distribution, self.tuning)
-        else:
-            words = not_private_statement(why_not)
-        return replace(self, statement=words, caveats=caveats(facts, plan, self.tuning))
+        first, *rest = caveats(facts, plan, self.tuning)
+        return replace(self, statement=words, caveats=[first, *federated_caveats(header), *rest])
 
     def with_tuning(
         self, tuning: Tuning, plan: PrivacyPlan, at_least: float = 0.0
     ) -> PrivacyReport:
-        """Adds how the settings were chosen to numbers, statement and caveats.
+        """Adds how the settings of a run of a sweep were chosen to numbers, statement and caveats.
 
         Args:
           tuning: "none", "public", "not_accounted", or an entry of `privacy.selection`, whose
@@ -296,14 +270,13 @@ class PrivacyReport:
         if tuning not in WORDS and self.steps != self.planned_steps:
             raise ValueError(
                 f"steps={self.steps} of {self.planned_steps}: tuning is accounted for whole runs; "
-                "finish the run first."
+                "finish the run first (`hf-dpzero sweep`)."
             )
         epsilon = self.epsilon if tuning in WORDS else total_epsilon(plan, tuning, self.delta)
         epsilon = max(epsilon, at_least)
         planned = self.planned_epsilon if tuning in WORDS else epsilon
         tuned = replace(self, tuning=tuning, epsilon=epsilon, planned_epsilon=planned)
-        derived = tuned.in_words(plan, None)
-        return derived if self.private else replace(derived, statement=self.statement)
+        return tuned.in_words(plan, {})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the content of `privacy_report.json`; infinite numbers are the string "inf"."""

@@ -9,26 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.selection import total_epsilon
-from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.weights import digest_weights, weight_files
-from hf_dpzero.reporting.wording import (
-    EXAMPLE,
-    NOT_COMPARED,
-    counted_steps,
-    federated_caveats,
-    needs_secret_batches,
-    why_not_private,
-)
+from hf_dpzero.reporting.wording import counted_steps
 
 if TYPE_CHECKING:
     from hf_dpzero.ledger.trajectory import Trajectory
-    from hf_dpzero.privacy.plan import PrivacyPlan
 
 TRAJECTORY_FILE = "trajectory.safetensors"
 
@@ -69,65 +58,34 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
 
     trajectory = Trajectory.load(source / TRAJECTORY_FILE)
     header = trajectory.header
-    steps = counted_steps(header, trajectory.next_step)
     plan = PrivacyPlan.from_dict(header["plan"])
-    why_not = why_not_private(
-        method=plan.mechanism.name,
-        epsilon=0.0 if plan.private else math.inf,
-        noise_source=str(header["noise_source"]),
-        log_private_diagnostics=bool(header["log_private_diagnostics"]),
-        batches_secret=bool(header["sampler_key_is_secret"]) or not needs_secret_batches(plan),
-    )
-    facts = _facts(report, header, plan, steps) | {"private": why_not is None}
-    wrong = [name for name, value in facts.items() if not _same(getattr(report, name), value)]
+    steps = counted_steps(header, trajectory.next_step)
+    found = PrivacyReport.from_header(header, steps=steps, delta=report.delta, plan=plan)
+    # A sweep replaces what its trials say, by an entry and the target of the whole.
+    if isinstance(report.tuning, dict) and found.tuning in ("not_accounted", report.tuning):
+        found, aim = found.with_tuning(report.tuning, plan), report.target_epsilon
+        found = dataclasses.replace(
+            found,
+            # A lower bound: trials of other settings may cost more than the run that won.
+            epsilon=max(found.epsilon, report.epsilon),
+            planned_epsilon=max(found.planned_epsilon, report.planned_epsilon),
+            target_epsilon=None if aim is None else max(aim, report.epsilon),
+        )
+    stated, recomputed = dataclasses.asdict(report), dataclasses.asdict(found)
+    numbers = stated.keys() - {"statement", "caveats", "versions", "weights_digest"}
+    wrong = [
+        f"{name}: {stated[name]} / {recomputed[name]}"
+        for name in sorted(numbers)
+        if not _same(stated[name], recomputed[name])
+    ]
     if wrong:
-        stated = ", ".join(f"{name}: {getattr(report, name)} / {facts[name]}" for name in wrong)
         raise ValueError(
             f"{REPORT_FILE} and {TRAJECTORY_FILE} are not of the same run (report / trajectory): "
-            f"{stated}. Write the report again from the run that made the weights."
+            f"{', '.join(wrong)}. Write the report again from the run that made the weights."
         )
-    derived = report.in_words(plan, why_not)
-    words = [derived.caveats[0], *federated_caveats(header), *derived.caveats[1:]]
-    return dataclasses.replace(derived, caveats=words), trajectory
-
-
-def _facts(
-    report: PrivacyReport, header: Mapping[str, Any], plan: PrivacyPlan, steps: int
-) -> dict[str, Any]:
-    """What the public plan and the releases say of what the report states."""
-    facts = plan_facts(plan, report.delta, min(steps, plan.steps)) | {
-        "steps": steps,
-        "direction": header["direction"],
-        "log_private_diagnostics": header["log_private_diagnostics"],
-        "privacy_unit": header.get("privacy_unit", EXAMPLE),
-        "noise_source": noise_name(plan, str(header["noise_source"])),
-        "earlier_runs": header.get("earlier_runs", report.earlier_runs),
-        "base_weights": header.get("base_weights", NOT_COMPARED),
-        "forward_passes": header.get("forward_passes", ""),
-        "processes": header.get("processes", ""),
-        "parts": parts_of(plan, report.delta, min(steps, plan.steps), header.get("extends", ())),
-    }
-    if plan.private:
-        facts["target_delta"] = header.get("target_delta", report.target_delta)
-    tuning = header.get("tuning", report.tuning)
-    if not isinstance(report.tuning, dict):
-        facts["tuning"] = tuning
-        facts["target_epsilon"] = header.get("target_epsilon", report.target_epsilon)
-        return facts
-    # A sweep replaces what its trials say, by an entry and the target of the whole.
-    facts["tuning"] = report.tuning if tuning in ("not_accounted", report.tuning) else tuning
-    if report.target_epsilon is not None:
-        facts["target_epsilon"] = max(report.target_epsilon, report.epsilon)
-    if report.steps != report.planned_steps:
-        raise ValueError(
-            f"{REPORT_FILE} accounts for tuning over whole runs, and this one stopped after "
-            f"{report.steps} of {report.planned_steps} steps; finish it with `hf-dpzero sweep`."
-        )
-    # A lower bound: trials of other settings may cost more than the run that won.
-    least = total_epsilon(plan, report.tuning, report.delta)
-    return facts | {
-        name: max(getattr(report, name), least) for name in ("epsilon", "planned_epsilon")
-    }
+    # In words of the stated numbers, which may differ from those found here in a last bit.
+    reported = dataclasses.replace(report, statement=found.statement)
+    return reported.in_words(plan, header), trajectory
 
 
 def _same(stated: Any, expected: Any) -> bool:

@@ -287,22 +287,12 @@ def discard_unused(trajectory: Trajectory) -> None:
 def report_of(run: Run) -> PrivacyReport:
     """Returns the privacy that a run has spent, in numbers and words; what it began with counts."""
     begun = run.ledger.header if run.ledger else ledger_header(run)
-    told = {"earlier_runs": run.earlier_runs, **begun}
-    return PrivacyReport.from_run(
-        run.plan,
+    return PrivacyReport.from_header(
+        {"earlier_runs": run.earlier_runs, **begun},
+        steps=run.ledger.next_step if run.ledger else 0,
         delta=run.delta,
-        steps_completed=run.ledger.next_step if run.ledger else 0,
-        noise=run.noise,
-        extends=run.extended,
-        **{name: told[name] for name in _REPORTED if name in told},
-    ).with_tuning(told["tuning"], run.plan)
-
-
-_REPORTED = (
-    "target_epsilon", "direction", "log_private_diagnostics", "sampler_key_is_secret", "privacy_unit",
-    "earlier_runs", "base_weights", "forward_passes", "processes",
-)  # fmt: skip
-"""Entries of a ledger's header that the report repeats."""
+        plan=run.plan,
+    )
 
 
 def refuse_lost_releases(output_dir: Path, ledger: Trajectory | None) -> None:

@@ -114,13 +114,12 @@ def test_the_best_row():
 
 
 def make_report(plan: PrivacyPlan, steps: int | None = None) -> PrivacyReport:
-    return PrivacyReport.from_run(
-        plan,
-        delta=DELTA,
-        target_epsilon=None,
-        steps_completed=plan.steps if steps is None else steps,
-        noise=SecureNoise(),
-        direction="rademacher",
+    header = {
+        "plan": plan.to_dict(), "noise_source": SecureNoise().name, "direction": "rademacher",
+        "log_private_diagnostics": False, "sampler_key_is_secret": True,
+    }  # fmt: skip
+    return PrivacyReport.from_header(
+        header, steps=plan.steps if steps is None else steps, delta=DELTA
     )
 
 
@@ -192,7 +191,7 @@ def write_run(folder: Path, plan: PrivacyPlan, report: PrivacyReport) -> Path:
         "num_directions": 1, "num_values": 1, "noise_source": SecureNoise().name,
         "log_private_diagnostics": False, "sampler_key_is_secret": True, "smoothing": 1e-3,
         "weight_decay": 0.0, "trainable": ["w"], "decayed": [], "replayable": True,
-        "plan": plan.to_dict(),
+        "plan": plan.to_dict(), "tuning": "not_accounted",
     }  # fmt: skip
     releases = [Release(step, (0.5,), 1e-6) for step in range(report.steps)]
     Trajectory(header, releases).to_safetensors(folder / "trajectory.safetensors")

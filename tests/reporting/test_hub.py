@@ -72,6 +72,8 @@ def make_trajectory(plan: PrivacyPlan, steps: int = STEPS) -> Trajectory:
         "decayed": [],
         "replayable": True,
         "plan": plan.to_dict(),
+        "target_epsilon": 2.0,
+        "target_delta": 1e-5,
         "noise_source": SecureNoise().name,
         "sampler_key_is_secret": True,
         "log_private_diagnostics": False,
@@ -80,14 +82,7 @@ def make_trajectory(plan: PrivacyPlan, steps: int = STEPS) -> Trajectory:
 
 
 def make_report(plan: PrivacyPlan, steps: int = STEPS) -> PrivacyReport:
-    return PrivacyReport.from_run(
-        plan,
-        delta=1e-5,
-        target_epsilon=2.0,
-        steps_completed=steps,
-        noise=SecureNoise(),
-        direction="rademacher",
-    )
+    return PrivacyReport.from_header(make_trajectory(plan).header, steps=steps, delta=1e-5)
 
 
 def write_run(folder: Path, private: bool = True) -> Path:

@@ -59,17 +59,22 @@ def mezo_plan() -> PrivacyPlan:
     return dataclasses.replace(poisson_plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
 
 
-def report(plan: PrivacyPlan | None = None, **settings: Any) -> PrivacyReport:
+def report(
+    plan: PrivacyPlan | None = None, steps: int | None = None, delta: float = 1e-5, **entries: Any
+) -> PrivacyReport:
+    """Of a ledger with these entries in its header."""
     plan = plan or poisson_plan()
-    given: dict[str, Any] = {
-        "delta": 1e-5,
+    header = {
+        "plan": plan.to_dict(),
         "target_epsilon": 2.0,
-        "steps_completed": plan.steps,
-        "noise": SecureNoise(),
+        "noise_source": SecureNoise.name,
         "direction": "rademacher",
-        **settings,
+        "log_private_diagnostics": False,
+        "sampler_key_is_secret": True,
+        **entries,
     }
-    return PrivacyReport.from_run(plan, **given)
+    steps = plan.steps if steps is None else steps
+    return PrivacyReport.from_header(header, steps=steps, delta=delta)
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -120,7 +125,7 @@ def test_epsilon_is_the_analytic_one_of_a_full_batch_gaussian() -> None:
 
 def test_stopping_early_reports_what_was_spent_and_names_the_whole_plan() -> None:
     # 4 of 25 steps: mu = sqrt(4) / 5 = 0.4.
-    found = report(full_batch_plan(), steps_completed=4)
+    found = report(full_batch_plan(), steps=4)
     assert gaussian_delta(0.4, found.epsilon) == pytest.approx(1e-5, rel=1e-3)
     assert (found.steps, found.planned_steps) == (4, 25)
     planned = round_up(full_batch_plan().epsilon(1e-5))
@@ -131,9 +136,9 @@ def test_stopping_early_reports_what_was_spent_and_names_the_whole_plan() -> Non
 
 @pytest.mark.parametrize("steps", [-1, 41])
 def test_steps_outside_the_plan_are_refused(steps: int) -> None:
-    assert report(steps_completed=0).epsilon == 0.0
-    with pytest.raises(ValueError, match=rf"steps_completed={steps} is outside 0\.\.40"):
-        report(steps_completed=steps)
+    assert report(steps=0).epsilon == 0.0
+    with pytest.raises(ValueError, match=rf"steps={steps} is outside 0\.\.40"):
+        report(steps=steps)
 
 
 def test_versions_name_what_computed_the_claim() -> None:
@@ -163,7 +168,7 @@ def test_mezo_is_not_private() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"noise": InsecureSeededNoise(1)}, "seeded generator"),
+        ({"noise_source": InsecureSeededNoise.name}, "seeded generator"),
         ({"log_private_diagnostics": True}, "log_private_diagnostics"),
         ({"sampler_key_is_secret": False}, "sampler_key was set by hand"),
     ],
@@ -279,7 +284,7 @@ def test_a_failed_write_leaves_the_old_report(
 
     monkeypatch.setattr("hf_dpzero.reporting.privacy_report.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        report(steps_completed=3).save(tmp_path)
+        report(steps=3).save(tmp_path)
     assert PrivacyReport.load(tmp_path) == old
     assert [p.name for p in tmp_path.iterdir()] == [REPORT_FILE]
 
@@ -289,7 +294,7 @@ REFUSED = [
     ({"epsilon": "inf"}, "private=true, but .*no finite epsilon"),
     ({"method": "mezo"}, "private=true, but .*mezo"),
     ({"log_private_diagnostics": True}, "private=true, but .*un-noised"),
-    ({"noise_source": InsecureSeededNoise(0).name}, "private=true, but .*seeded"),
+    ({"noise_source": InsecureSeededNoise.name}, "private=true, but .*seeded"),
     ({"epsilon": -1.0}, "epsilon=-1.0"),
     ({"epsilon": "two"}, "wrong type"),
     ({"steps": 41}, "steps=41 is outside 0..40"),
