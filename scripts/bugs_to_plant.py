@@ -393,7 +393,7 @@ BUGS = (
         'return RELATIONS["add_or_remove_one"].format('),
     Bug("training_loss_shipped",
         "The results that are pushed hold statistics of the training data.",
-        "hf_dpzero/reporting/hub.py",
+        "hf_dpzero/reporting/public.py",
         "tests/reporting/test_hub.py::test_no_secret_reaches_the_folder",
         "        if _PUBLIC_RESULT.fullmatch(name)\n        and not",
         "        if not"),

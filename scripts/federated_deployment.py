@@ -272,7 +272,7 @@ def check(run: Deployment) -> dict[str, Any]:
     """The report beside the clients' ledgers, and the weights beside the released numbers."""
     from hf_dpzero.federated.messages import RELEASED_NAME, read_log
     from hf_dpzero.ledger.trajectory import SHIPPING_NAME
-    from hf_dpzero.reporting.hub import RECIPE_FILE
+    from hf_dpzero.reporting.public import RECIPE_FILE
 
     server = run.folder / "server"
     report = json.loads((server / "federated_report.json").read_text())

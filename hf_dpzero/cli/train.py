@@ -30,10 +30,10 @@ from hf_dpzero.recipes.recipe import (
     read_recipe,
     unused_settings,
 )
-from hf_dpzero.reporting.hub import RECIPE_FILE
 from hf_dpzero.reporting.model_card import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
+from hf_dpzero.reporting.public import RECIPE_FILE
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe
-from hf_dpzero.reporting.hub import public_results
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.public import public_results
 from hf_dpzero.reporting.wording import round_up
 from hf_dpzero.values import decode, encode
 

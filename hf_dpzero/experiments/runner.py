@@ -19,7 +19,8 @@ from typing import Protocol
 from hf_dpzero.experiments.results import Exit, Row, Run, append_row, read_rows, row_of
 from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
-from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE, RECIPE_FILE
+from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
+from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.run_folder.checkpoints import STATE_NAME
 
 LOCK_FILE = ".lock"

@@ -25,7 +25,7 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy import selection
 from hf_dpzero.privacy.selection import TrialCount, Tuning
 from hf_dpzero.recipes.recipe import COMMAND_LINE, Recipe, coerce_fields, load_recipe, read_recipe
-from hf_dpzero.reporting.hub import public_results
+from hf_dpzero.reporting.public import public_results
 from hf_dpzero.shipped import find_config
 from hf_dpzero.tasks import build_task, same_rows
 from hf_dpzero.tasks.description import DataArguments

@@ -28,7 +28,7 @@ from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Release
-from hf_dpzero.reporting.hub import RECIPE_FILE
+from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.run_folder.base_model import check_start
 from hf_dpzero.settings.defaults import CLASSIC, rate_of_noise
 

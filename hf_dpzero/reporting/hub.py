@@ -11,34 +11,29 @@ not allowed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fnmatch
 import json
 import logging
-import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.model_card import PLOT_FILE, model_card, task_of
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.public import RECIPE_FILE, public_recipe, public_results, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing, check_weights
 from hf_dpzero.reporting.weights import SHARDS, WEIGHTS, weight_files
-from hf_dpzero.values import parse_yaml
 
 if TYPE_CHECKING:
     from hf_dpzero.ledger.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-CARD_FILE, RESULTS_FILE, RECIPE_FILE = "README.md", "all_results.json", "recipe.yaml"
+CARD_FILE, RESULTS_FILE = "README.md", "all_results.json"
 ADAPTER_FILE = "adapter_config.json"
 INITIAL_VALUES_FILE = "initial_values.safetensors"
 FOLDER_NAME = "hub"
@@ -93,12 +88,10 @@ def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None 
       ValueError: the report disagrees with the trajectory, or with the weights where there are any.
     """
     folder = Path(output_dir)
-    stated = _read_report(folder)
-    report, trajectory = _agreeing(folder, stated)
+    report, trajectory = _read_run(folder)
     if weight_files(folder):
         check_weights(report, folder)
-    if report != stated:
-        report.save(folder)
+    report.save(folder)
     _write_card(folder, report, trajectory, repo_id)
     return folder / CARD_FILE
 
@@ -132,8 +125,7 @@ def build_hub_folder(
         `folder` holds other files.
     """
     source, target = Path(output_dir), Path(folder)
-    stated = _read_report(source)
-    report, trajectory = _agreeing(source, stated)
+    report, trajectory = _read_run(source)
     if not report.private and not allow_not_private:
         raise ValueError(
             f"{report.statement} To publish it all the same, pass --allow_not_private "
@@ -216,37 +208,32 @@ def push(
     return _upload(folder, repo_id, private, token, commit)
 
 
-def _read_report(source: Path) -> PrivacyReport:
-    """Reads the report; refuses links among the files that are written anew from what they say."""
-    for name in (REPORT_FILE, RESULTS_FILE, RECIPE_FILE):
+def _read_run(source: Path) -> tuple[PrivacyReport, Trajectory]:
+    """Reads report and trajectory, compares them, and derives the report's words from its numbers."""
+    for name in (REPORT_FILE, RESULTS_FILE, RECIPE_FILE):  # written anew from what they say
         if os.path.lexists(source / name):
             _check_plain(source / name)
-    try:
-        return PrivacyReport.load(source / REPORT_FILE)
-    except FileNotFoundError:
+    if not (source / REPORT_FILE).exists():
         raise FileNotFoundError(
             f"{source / REPORT_FILE} is missing, so nothing can be said about privacy: "
             "`hf-dpzero train RECIPE` writes it, and so does "
             "`trainer.privacy_report().save(output_dir)`."
-        ) from None
-
-
-def _agreeing(source: Path, report: PrivacyReport) -> tuple[PrivacyReport, Trajectory]:
-    """Compares report and trajectory, and derives the report's words from its numbers."""
-    path = source / TRAJECTORY_FILE
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing, so the report cannot be checked: training writes it at its end, "
-            "and `Trajectory.load(ledger).to_safetensors(path)` makes it from the run's ledger."
         )
-    derived, trajectory = agreeing(report, path.parent)
-    if derived != report:
+    if not (source / TRAJECTORY_FILE).exists():
+        raise FileNotFoundError(
+            f"{source / TRAJECTORY_FILE} is missing, so the report cannot be checked: training writes "
+            "it at its end, and `Trajectory.load(ledger).to_safetensors(path)` makes it from the run's "
+            "ledger."
+        )
+    stated = PrivacyReport.load(source / REPORT_FILE)
+    report, trajectory = agreeing(stated, source)
+    if report != stated:
         logger.warning(
             "%s did not say in words what its numbers mean: it was edited, or written by another "
             "version of this package. Its statement and caveats are written anew from the numbers.",
             source / REPORT_FILE,
         )
-    return derived, trajectory
+    return report, trajectory
 
 
 def _check_files(source: Path) -> None:
@@ -395,120 +382,3 @@ def _upload(
             f"The Hub cannot be reached ({error}); the folder stays at {folder}, push it later."
         ) from error
     return str(url)
-
-
-_PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_(?!(\w*_)?mem_)\w+|epoch|train_samples")
-_TIMES = ("runtime", "_per_second", "_per_step", "_time")
-_SECRET_SETTING = re.compile(
-    r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
-)
-_MACHINE_SETTINGS = (
-    *("output_dir", "logging_dir", "resume_from_checkpoint", "hub_model_id", "extends_run"),
-    *("device_map", "offload_folder", "max_memory"),
-)
-_PATH_SETTINGS = (
-    *("train_file", "validation_file", "task", "dataset_name", "model_name_or_path", "extends"),
-    *("deepspeed", "fsdp_config", "accelerator_config"),
-    *("noise", "clip", "smoothing"),  # of schedules
-)
-_TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
-_NESTED = {
-    *("clipping_config", "schedules", "correlated_noise", "group_robust", "performance", "testing"),
-}
-OWN_SETTINGS = frozenset(
-    """
-    accountant allow_fewer_per_class architecture base_is_public class_names clip clipping
-    clipping_config correlated_noise dataset_config_name dataset_name device_map direction
-    expected_batch_size extends extends_run group_robust head_init init_seed keep_column
-    label_column label_texts label_words load_in_4bit load_in_8bit logit_scale lora_alpha lora_r
-    lora_target_modules max_batch_size max_eval_samples max_length max_memory max_new_tokens
-    max_seq_length max_train_samples method microbatch_size model_name_or_path model_revision
-    momentum neighboring_relation noise_distribution noise_multiplier normalize
-    num_demonstrations num_directions num_examples_per_class num_virtual_tokens objective
-    offload_folder on_no_signal pair_features peft_method performance pooling
-    precompute_features prompt rows_are sampling schedules smoothing subset_seed target_delta
-    target_epsilon task template testing text_column text_pair_column torch_dtype train_file
-    trainable tuning update_rule update_window validation_file
-    """.split()  # noqa: SIM905
-)
-"""What a recipe may set beside transformers' TrainingArguments; a test keeps it complete."""
-
-NESTED_SETTINGS = frozenset(
-    """
-    bands budget clip column count_noise defer_updates direction_key direction_parallel_size
-    draws groups hold_direction_for insecure_noise_seed kind learning_rate
-    log_private_diagnostics loss_bound noise per_example_gradients perturbation_strategy
-    quantile rate reuse_frozen_prefix sampler_key shares smoothing stability weights
-    """.split()  # noqa: SIM905
-)
-"""Keys of the settings that are mappings; the same test."""
-
-
-def public_results(results: Mapping[str, Any]) -> dict[str, float]:
-    """Keeps evaluation metrics and public counts: no statistic of training rows, no time or memory.
-
-    >>> public_results({"eval_accuracy": 0.8, "train_loss": 0.3, "epoch": 1.0})
-    {'eval_accuracy': 0.8, 'epoch': 1.0}
-    """
-    return {
-        name: value
-        for name, value in results.items()
-        if _PUBLIC_RESULT.fullmatch(name)
-        and not name.endswith(_TIMES)
-        and isinstance(value, int | float)
-        and math.isfinite(value)
-    }
-
-
-def public_recipe(text: str) -> str:
-    """Keeps the known fields of a recipe but for secrets and settings of one machine; no comments.
-
-    Absolute paths keep their last part. Templates and names and words of labels stay as they are, also
-    where they start like a path.
-
-    >>> public_recipe("clip: 50.0\\nhub_token: hf_x\\ntrain_file: /home/me/rows.jsonl\\n")
-    'clip: 50.0\\ntrain_file: rows.jsonl\\n'
-    """
-    from transformers import TrainingArguments
-
-    # Unknown keys are dropped, not only those that look secret.
-    known = OWN_SETTINGS | {f.name for f in dataclasses.fields(TrainingArguments)}
-    public = {
-        name: _portable(name, value)
-        for name, value in recipe_settings(text).items()
-        if name in known and name not in _MACHINE_SETTINGS and not _SECRET_SETTING.fullmatch(name)
-    }
-    for name in _NESTED & public.keys():
-        public[name] = {
-            inner: _portable(inner, value)
-            for inner, value in (public[name] or {}).items()
-            if inner in NESTED_SETTINGS and not _SECRET_SETTING.fullmatch(inner)
-        }
-    return yaml.safe_dump(public, sort_keys=False, allow_unicode=True) if public else ""
-
-
-def recipe_settings(text: str) -> dict[str, Any]:
-    """Reads a recipe's text; an empty one has no settings."""
-    settings = parse_yaml(text) if text.strip() else {}
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"{RECIPE_FILE} is no mapping of settings to values; restore or delete it."
-        )
-    return settings
-
-
-def _portable(name: str, value: Any) -> Any:
-    """Cuts a path on this machine to its last part, and leaves anything else as it is.
-
-    Settings that hold paths are taken at their word, and so is text for a model. Elsewhere a path is
-    what exists, or has several parts and no white space or braces.
-    """
-    if isinstance(value, list):
-        return [_portable(name, item) for item in value]
-    absolute = isinstance(value, str) and (Path(value).is_absolute() or value.startswith("~"))
-    if not absolute or name in _TEXT_SETTINGS:
-        return value
-    several = len(Path(value).parts) > 2 or value.startswith("~/")
-    plain = re.search(r"[\s{}]", value) is None
-    looks_like_one = several and (plain or os.path.exists(os.path.expanduser(value)))
-    return Path(value).name if name in _PATH_SETTINGS or looks_like_one else value

@@ -26,10 +26,11 @@ from hf_dpzero.parallel.fsdp import on_first_of
 from hf_dpzero.parallel.mesh import mesh_words
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE, RECIPE_FILE
+from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
 from hf_dpzero.reporting.model_card import PLOT_FILE
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, versions
 from hf_dpzero.reporting.provenance import check_extended, header_entries, worst_tuning
+from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import (
     Comparison,

@@ -111,7 +111,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
     def _budget(self) -> Iterator[str]:
         """Says what has no account, whatever the data."""
         if self.target_delta == 0 and self.noise_distribution != "laplace":
-            yield "target_delta=0 must be a number in (0, 1), e.g. 1e-5."
+            yield f"target_delta={self.target_delta!r} must be a number in (0, 1), e.g. 1e-5."
         if not self.not_private and (self.target_epsilon is None) == (
             self.noise_multiplier is None
         ):

@@ -16,7 +16,7 @@ from tiny_language_models import opt_tokenizer
 from tiny_runs import build
 
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.hub import public_results
+from hf_dpzero.reporting.public import public_results
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.description import DataArguments
 

@@ -14,7 +14,7 @@ from attacked_runs import finished, not_shipped
 
 from hf_dpzero.recipes.recipe import recipe_parser
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.hub import OWN_SETTINGS, public_recipe
+from hf_dpzero.reporting.public import OWN_SETTINGS, public_recipe
 
 ROWS = "Jane Roe"
 

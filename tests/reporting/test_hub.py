@@ -23,15 +23,10 @@ from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.reporting.hub import (
-    build_hub_folder,
-    public_recipe,
-    public_results,
-    push,
-    write_model_card,
-)
+from hf_dpzero.reporting.hub import build_hub_folder, push, write_model_card
 from hf_dpzero.reporting.model_card import model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.public import public_recipe, public_results
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import digest_weights
 from hf_dpzero.run_folder import keys

@@ -10,7 +10,7 @@ import pytest
 from hf_dpzero import DPZeroConfig, DPZeroSeq2SeqConfig
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import merged
-from hf_dpzero.reporting.hub import NESTED_SETTINGS, OWN_SETTINGS
+from hf_dpzero.reporting.public import NESTED_SETTINGS, OWN_SETTINGS
 from hf_dpzero.settings.hf_arguments import FIELDS
 from hf_dpzero.settings.nested import NESTED
 from hf_dpzero.settings.setting import settings_of
