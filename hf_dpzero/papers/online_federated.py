@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_dpzero.papers.budget import zcdp_rho
 from hf_dpzero.privacy.correlated import factorization as f
 
 Array = NDArray[Any]
@@ -333,6 +334,7 @@ def increments(factorization: f.Factorization | None, xi: Array) -> Array:
             return kernel[0].astype(xi.dtype) * xi
         from scipy.signal import oaconvolve
 
+        # in O(R log R): R is up to 10^5 here, where a matrix would not fit
         wide = kernel.reshape(-1, *[1] * (xi.ndim - 1)).astype(xi.dtype)
         return np.asarray(oaconvolve(xi, wide, axes=0)[: len(xi)])
     if isinstance(factorization, f.Dense):
@@ -369,9 +371,7 @@ def true_epsilon(deviation: float, delta: float, sensitivity: float) -> float:
 
 def paper_deviation(epsilon: float, delta: float, sensitivity: float) -> float:
     """Returns V of Lemma IV.8: sensitivity / sqrt(2 rho), with the paper's 2 B_g max ||c_col||."""
-    log = math.log(1 / delta)
-    rho = (math.sqrt(epsilon + log) - math.sqrt(log)) ** 2  # Eq. (14)
-    return sensitivity / math.sqrt(2 * rho)
+    return sensitivity / math.sqrt(2 * zcdp_rho(epsilon, delta))  # Eq. (14)
 
 
 def paper_column_bound(rounds: int) -> float:

@@ -69,20 +69,15 @@ class Quadratic:
 
     def measure(self, x: Floats) -> NDArray[np.float64]:
         """[P, 4]: train and test gradient norm, train and test loss at the points x [P, d]."""
-        figures = [_gradient_and_loss(x, data, self.spectrum) for data in (self.train, self.test)]
-        (train_gradient, train_loss), (test_gradient, test_loss) = figures
-        return np.stack([train_gradient, test_gradient, train_loss, test_loss], axis=1)
-
-
-def _gradient_and_loss(
-    x: Floats, data: Floats, spectrum: Floats
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """||A (x - mean)||, and F(x) = (||x - mean||_A^2 + mean_i ||x_i - mean||_A^2) / 2."""
-    a, mean = spectrum.astype(np.float64), data.mean(axis=0, dtype=np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        away = x.astype(np.float64) - mean
-        spread = float(a @ data.var(axis=0, dtype=np.float64))
-        return np.linalg.norm(a * away, axis=1), ((away**2) @ a + spread) / 2
+        a, norms, losses = self.spectrum.astype(np.float64), [], []
+        with np.errstate(over="ignore", invalid="ignore"):
+            for data in (self.train, self.test):
+                # ||A (x - mean)||, and F(x) = (||x - mean||_A^2 + mean_i ||x_i - mean||_A^2) / 2
+                away = x.astype(np.float64) - data.mean(axis=0, dtype=np.float64)
+                spread = float(a @ data.var(axis=0, dtype=np.float64))
+                norms.append(np.linalg.norm(a * away, axis=1))
+                losses.append(((away**2) @ a + spread) / 2)
+        return np.stack([*norms, *losses], axis=1)
 
 
 def noise_std(clip: float, steps: int, num_examples: int) -> float:

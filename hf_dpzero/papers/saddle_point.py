@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Protocol
 
 import numpy as np
@@ -107,49 +106,44 @@ def solve(oracle: Oracle, plan: Plan, noise: NoiseSource | None = None) -> Solut
             f"plan {plan.num_examples} and {plan.dimensions}: make the plan for this oracle."
         )
     noise = SecureNoise() if noise is None else noise
-    x, y = _run(plan, oracle, noise)
+    match plan:
+        case MirrorDescentPlan() | BiasReducedPlan():
+            x, y = _mirror_descent(plan, oracle, noise)
+        case AnytimePlan():
+            x, y = _anytime(plan, oracle, noise)
+        case _:
+            raise TypeError(f"{type(plan).__name__} is none of the plans of saddle_point_plans.")
     return Solution(x=x, y=y, plan=plan, noise=noise.name, private=noise.secure)
 
 
-@singledispatch
-def _run(plan: Plan, oracle: Oracle, noise: NoiseSource) -> Pair:
-    raise TypeError(f"{type(plan).__name__} is none of the plans of saddle_point_plans.")
-
-
-@_run.register
-def _(plan: MirrorDescentPlan, oracle: Oracle, noise: NoiseSource) -> Pair:
-    """Algorithm 1; the last vertex of each draw is for the output alone."""
+def _mirror_descent(
+    plan: MirrorDescentPlan | BiasReducedPlan, oracle: Oracle, noise: NoiseSource
+) -> Pair:
+    """Algorithm 1, and Algorithm 3, which takes its gradients by Algorithm 2."""
     hidden = _hidden(plan)
     sums = tuple(np.zeros(d) for d in plan.dimensions)
-    for t, batch in enumerate(_batches(plan)):
-        drawn = [h.draw(plan.vertices + 1, noise, t, part) for part, h in enumerate(hidden)]
-        for total, vertices in zip(sums, drawn, strict=True):
-            total[vertices[-1]] += 1
-        points = [mean_vertex(v[:-1], d) for v, d in zip(drawn, plan.dimensions, strict=True)]
-        _step(plan, hidden, batch_gradient(plan, oracle, points[0], points[1], batch))
-    return sums[0] / plan.steps, sums[1] / plan.steps
-
-
-@_run.register
-def _(plan: BiasReducedPlan, oracle: Oracle, noise: NoiseSource) -> Pair:
-    """Algorithm 3."""
-    hidden = _hidden(plan)
-    sums = tuple(np.zeros(d) for d in plan.dimensions)
-    for t, (level, batch) in enumerate(zip(plan.levels, _batches(plan), strict=True)):
-        drawn = [h.draw(2 ** (level + 1) + 1, noise, t, part) for part, h in enumerate(hidden)]
-        for total, vertices in zip(sums, drawn, strict=True):
-            total[vertices[-1]] += 1
+    batches = _batches(plan)
+    for t, batch in enumerate(batches):
 
         def gradient(x: Array, y: Array, batch: NDArray[np.int64] = batch) -> Pair:
             return batch_gradient(plan, oracle, x, y, batch)
 
+        count = plan.vertices if isinstance(plan, MirrorDescentPlan) else 2 ** (plan.levels[t] + 1)
+        # one vertex more, for the output alone: the oracle sees none of what is returned
+        drawn = [h.draw(count + 1, noise, t, part) for part, h in enumerate(hidden)]
+        for total, vertices in zip(sums, drawn, strict=True):
+            total[vertices[-1]] += 1
         used = (drawn[0][:-1], drawn[1][:-1])
-        _step(plan, hidden, bias_reduced(gradient, used, plan.dimensions, plan.max_level))
-    return sums[0] / len(plan.levels), sums[1] / len(plan.levels)
+        if isinstance(plan, MirrorDescentPlan):
+            x, y = (mean_vertex(v, d) for v, d in zip(used, plan.dimensions, strict=True))
+            found = gradient(x, y)
+        else:
+            found = bias_reduced(gradient, used, plan.dimensions, plan.max_level)
+        _step(plan, hidden, found)
+    return sums[0] / len(batches), sums[1] / len(batches)
 
 
-@_run.register
-def _(plan: AnytimePlan, oracle: Oracle, noise: NoiseSource) -> Pair:
+def _anytime(plan: AnytimePlan, oracle: Oracle, noise: NoiseSource) -> Pair:
     """Algorithm 4; the running average is an average of softmaxes, drawn from as such."""
     hidden, one = _hidden(plan), np.ones(1)
     average = HiddenAverage()

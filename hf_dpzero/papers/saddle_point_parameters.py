@@ -124,25 +124,11 @@ def mirror_descent(
     )
     if calibration == "corrected":
         return plan.calibrated(problem.epsilon, problem.delta)
-    return replace(plan, step_size=min(plan.step_size, paper_step_size(problem, plan)))
-
-
-def paper_step_size(problem: Problem, plan: MirrorDescentPlan) -> float:
-    """Proposition 4.1: B eps / (8 L0 sqrt(2 T (K + 1) log(1 / delta))).
-
-    Args:
-      problem: has epsilon < 1 and delta.
-      plan: has the steps.
-
-    Returns:
-      tau.
-
-    Raises:
-      ValueError: epsilon >= 1.
-    """
     problem.check_paper()
-    root = math.sqrt(2 * plan.steps * (plan.vertices + 1) * problem.log_delta)
-    return plan.batch_sizes[0] * problem.epsilon / (8 * plan.lipschitz * root)
+    # Proposition 4.1: B eps / (8 L0 sqrt(2 T (K + 1) log(1 / delta)))
+    root = math.sqrt(2 * plan.steps * (plan.vertices + 1) * log)
+    allowed = plan.batch_sizes[0] * problem.epsilon / (8 * plan.lipschitz * root)
+    return replace(plan, step_size=min(plan.step_size, allowed))
 
 
 def bias_reduced_descent(
@@ -199,6 +185,12 @@ def _bias_reduced(
     """The plan of U and alpha; by default the smallest alpha that n allows."""
     max_level = max(0, math.floor(math.log2(max(budget, 1.0)) / 2))
     levels = draw_levels(budget, max_level, generator)
+    if alpha is None:
+        sizes = 2.0 ** np.array(levels)
+        alpha = float(sizes.sum()) / problem.num_examples
+        # each batch is rounded up: by steps of 1 %, until sum ceil(2^N / alpha) <= n
+        while np.ceil(sizes / alpha).sum() > problem.num_examples:
+            alpha *= 1.01
     return BiasReducedPlan(
         num_examples=problem.num_examples,
         dimensions=problem.dimensions,
@@ -206,17 +198,8 @@ def _bias_reduced(
         step_size=math.sqrt(problem.log_dimension / budget) / _gradient_size(problem),
         levels=levels,
         max_level=max_level,
-        batch_factor=alpha or _smallest_factor(levels, problem.num_examples),
+        batch_factor=alpha,
     )
-
-
-def _smallest_factor(levels: tuple[int, ...], num_examples: int) -> float:
-    """The smallest alpha, to 1 %, with sum ceil(2^N / alpha) <= n."""
-    sizes = 2.0 ** np.array(levels)
-    alpha = float(sizes.sum()) / num_examples
-    while np.ceil(sizes / alpha).sum() > num_examples:
-        alpha *= 1.01
-    return alpha
 
 
 def anytime(
@@ -238,12 +221,8 @@ def anytime(
       ValueError: an unknown smoothness, two players, or what `Problem.check_paper` refuses.
     """
     n, ld, log = problem.num_examples, problem.log_dimension, problem.log_delta
-    l0, l1, l2, signal = (
-        problem.lipschitz,
-        problem.smoothness,
-        problem.second_order,
-        n * problem.epsilon,
-    )
+    l0, l1, l2 = problem.lipschitz, problem.smoothness, problem.second_order
+    signal = n * problem.epsilon
     if smoothness not in ("second", "first"):
         raise ValueError(f"smoothness={smoothness!r} is unknown; use 'second' or 'first'.")
     if smoothness == "first":

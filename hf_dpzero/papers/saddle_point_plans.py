@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from hf_dpzero.privacy.mechanisms.vertex import (
     zcdp_epsilon,
     zcdp_rho,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of the standard library from Python 3.11 on
 
 MAX_BATCH = 1 << 22
 """Largest batch; see `saddle_point.batch_gradient`."""
@@ -157,19 +160,19 @@ class Plan(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MirrorDescentPlan(Plan):
-    """Algorithm 1: T steps; gradients at the mean of K vertices of each player.
-
-    Attributes:
-      steps: T.
-      vertices: K.
-    """
+class _EqualBatches(Plan):
+    """T steps with floor(n / T) fresh examples each."""
 
     steps: int
     vertices: int = 1
 
     def __post_init__(self) -> None:
-        _at_least_one(steps=self.steps, vertices=self.vertices)
+        counts = {"steps": self.steps, "vertices": self.vertices}
+        if isinstance(self, AnytimePlan):
+            counts["refresh"] = self.refresh
+        for name, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
         super().__post_init__()
 
     @property
@@ -181,6 +184,16 @@ class MirrorDescentPlan(Plan):
     def increments(self) -> tuple[float, ...]:
         """2 L0 tau / B."""
         return (2 * self.lipschitz * self.step_size / self.batch_sizes[0],) * self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorDescentPlan(_EqualBatches):
+    """Algorithm 1: T steps; gradients at the mean of K vertices of each player.
+
+    Attributes:
+      steps: T.
+      vertices: K.
+    """
 
     def vertices_after(self) -> tuple[int, ...]:
         """K + 1 for each player and later step."""
@@ -273,7 +286,7 @@ class BiasReducedPlan(Plan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnytimePlan(Plan):
+class AnytimePlan(_EqualBatches):
     """Algorithm 4: gradients at K vertices of the running average, drawn anew now and then.
 
     Attributes:
@@ -282,29 +295,16 @@ class AnytimePlan(Plan):
       refresh: q; vertices are drawn at every t <= q, then where q divides t.
     """
 
-    steps: int
-    vertices: int
     refresh: int
 
     _averaged = True
 
     def __post_init__(self) -> None:
-        _at_least_one(steps=self.steps, vertices=self.vertices, refresh=self.refresh)
+        super().__post_init__()
         if self.dimensions[1] != 1:
             raise ValueError(
                 f"dimensions={self.dimensions}: Algorithm 4 minimizes over one simplex; give (d, 1)."
             )
-        super().__post_init__()
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """floor(n / T) each."""
-        return (self.num_examples // self.steps,) * self.steps
-
-    @property
-    def increments(self) -> tuple[float, ...]:
-        """2 L0 tau / B."""
-        return (2 * self.lipschitz * self.step_size / self.batch_sizes[0],) * self.steps
 
     def refreshes(self, step: int) -> bool:
         """Whether vertices are drawn at step t = 1 .. T."""
@@ -317,9 +317,3 @@ class AnytimePlan(Plan):
         output = [1] * (self.steps - 1) + [0]
         pairs = zip(refreshed, output, strict=True)
         return tuple(self.players * self.vertices * (r + o) for r, o in pairs)
-
-
-def _at_least_one(**counts: int) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be an integer of at least 1.")

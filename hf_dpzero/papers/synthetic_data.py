@@ -54,18 +54,12 @@ class SyntheticPlan:
     step_y: float
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_examples", 1),
-            ("num_cells", 3),
-            ("num_queries", 2),
-            ("steps", 1),
-        ):
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"{name}={value} must be at least {least}.")
-        for name in ("step_x", "step_y"):
-            if not (math.isfinite(value := getattr(self, name)) and value >= 0):
+        least = {"num_examples": 1, "num_cells": 3, "num_queries": 2, "steps": 1}
+        for name, value in vars(self).items():
+            if name in least and value < least[name]:
+                raise ValueError(f"{name}={value} must be at least {least[name]}.")
+            if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} must be finite and >= 0.")
-
         if self.num_examples * self.num_cells > MAX_SIZE:
             raise ValueError(
                 f"{self.num_examples} examples on {self.num_cells} cells: the answers' rounding is "
