@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import ipaddress
 import json
 import os
 import random
@@ -35,59 +33,18 @@ CONNECTION = "trial"
 # ------------------------------------------------------------------ keys and certificates
 
 
-def write_certificates(folder: Path) -> None:
-    """A certificate authority of its own (ca.pem) and the server's certificate and key."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import rsa
-    from cryptography.x509.oid import NameOID
-
-    def named(name: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-    def builder(name: str, public: Any) -> x509.CertificateBuilder:
-        now = datetime.datetime.now(datetime.timezone.utc)
-        return (
-            x509.CertificateBuilder()
-            .subject_name(named(name))
-            .issuer_name(named("trial ca"))
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(minutes=5))
-            .not_valid_after(now + datetime.timedelta(days=1))
-        )
-
-    authority, server = (rsa.generate_private_key(65537, 2048) for _ in range(2))
-    root = builder("trial ca", authority.public_key())
-    root = root.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    leaf = builder("localhost", server.public_key()).add_extension(
-        x509.SubjectAlternativeName(addresses), critical=False
-    )
-    pem = serialization.Encoding.PEM
-    for name, made in (("ca.pem", root), ("server.pem", leaf)):
-        (folder / name).write_bytes(made.sign(authority, hashes.SHA256()).public_bytes(pem))
-    plain = (serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption())
-    (folder / "server.key").write_bytes(server.private_bytes(pem, *plain))
+def write_certificate(folder: Path) -> None:
+    """The server's key and certificate, which signs itself and is the clients' root."""
+    names = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+    files = ("-keyout", str(folder / "server.key"), "-out", str(folder / "server.pem"))
+    made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1")
+    subprocess.run([*made, *names, *files], check=True, capture_output=True)
 
 
 def write_key(path: Path) -> None:
-    """A client's key as `ssh-keygen -t ecdsa -b 384` writes it, and its public key beside it."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP384R1())
-    secret = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
-    )
-    path.write_bytes(secret)
-    path.chmod(0o600)
-    public = key.public_key().public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
-    path.with_suffix(".pub").write_bytes(public)
+    """A client's key, and its public key beside it (PATH.pub)."""
+    words = ("-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(path))
+    subprocess.run(["ssh-keygen", *words], check=True, capture_output=True)
 
 
 # ------------------------------------------------------------------ processes
@@ -131,18 +88,18 @@ class Deployment:
         return done.stdout
 
     def prepare(self) -> None:
-        write_certificates(self.folder)
+        write_certificate(self.folder)
         (self.folder / "flwr").mkdir()
         (self.folder / "flwr" / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n[superlink.{CONNECTION}]\n'
             f'address = "127.0.0.1:{self.settings.port}"\n'
-            f'root-certificates = "{self.folder / "ca.pem"}"\n'
+            f'root-certificates = "{self.folder / "server.pem"}"\n'
         )
         for i in range(self.settings.clients):
-            write_key(self.folder / f"client{i}.key")
+            write_key(self.folder / f"client{i}")
 
     def start_server(self) -> None:
-        files = {"ca-certfile": "ca.pem", "certfile": "server.pem", "keyfile": "server.key"}
+        files = {"ca-certfile": "server.pem", "certfile": "server.pem", "keyfile": "server.key"}
         tls = [w for k, v in files.items() for w in (f"--ssl-{k}", str(self.folder / v))]
         self.start(
             "superlink",
@@ -170,8 +127,8 @@ class Deployment:
         self.start(
             f"client{i}",
             *("flower-supernode", "--superlink", f"127.0.0.1:{s.port}"),
-            *("--root-certificates", str(self.folder / "ca.pem")),
-            *("--auth-supernode-private-key", f"{key}.key"),
+            *("--root-certificates", str(self.folder / "server.pem")),
+            *("--auth-supernode-private-key", key),
             *("--auth-supernode-public-key", f"{key}.pub"),
             *("--port", str(s.port + 1 + i), "--node-config", config),
         )

@@ -114,13 +114,9 @@ def build_grid(
     own = base.training.target_epsilon
     epsilons = list(epsilons) or ([] if own is None else [own])
     seeds = list(seeds) or [base.training.seed]
-    for what, values, example in (
-        ("epsilons", epsilons, None),  # methods without privacy need none
-        ("seeds", seeds, "--seeds 42,13,21"),
-        ("methods", methods, "--methods dpzero,mezo"),
-    ):
-        if not values and example:
-            raise ValueError(f"there are no {what}; give e.g. {example}.")
+    if not methods:
+        raise ValueError("there are no methods; give e.g. --methods dpzero,mezo.")
+    for what, values in (("epsilons", epsilons), ("seeds", seeds), ("methods", methods)):
         _refuse_repeats(what, values)
     for epsilon in epsilons:
         if not 0 < epsilon < math.inf:
@@ -372,13 +368,9 @@ def _settings_of(
         "task": runs[0].recipe.data.task,
         "recipe": recipe,
         "methods": [
-            {
-                "name": n,
-                "source": r.source,
-                "method": r.recipe.training.method,
-                "private": r.private,
-            }
-            for n, r in methods.items()
+            {"name": name, "source": source, "method": run.recipe.training.method, "private": own}
+            for name, run in methods.items()
+            for source, own in [(run.source, run.private)]
         ],
         "epsilons": sorted({run.epsilon for run in runs if run.private}),
         "seeds": list(dict.fromkeys(run.recipe.training.seed for run in runs)),

@@ -314,6 +314,11 @@ class Cell:
     backwards: float | None = None
 
 
+def known(of: Iterable[Row] | Iterable[Cell], figure: str) -> list[float]:
+    """Returns a figure of those rows or cells that have it."""
+    return [value for one in of if (value := vars(one)[figure]) is not None]
+
+
 def aggregate(
     rows: Iterable[Row], planned: Mapping[tuple[str, float], int]
 ) -> tuple[list[Cell], list[Cell]]:
@@ -332,17 +337,9 @@ def aggregate(
     cells, groups = [], dict[str, list[Row]]()
     for (method, epsilon), count in planned.items():
         own = [row for row in done if (row.method, row.target_epsilon) == (method, epsilon)]
-        seconds, peaks, spent, forwards, backwards = (
-            [value for row in own if (value := getattr(row, name)) is not None]
-            for name in (
-                "seconds_per_step",
-                "peak_memory_bytes",
-                "epsilon",
-                "forwards",
-                "backwards",
-            )
-        )
-        mean, error = _mean_and_error([row.score for row in own if row.score is not None])
+        mean, error = _mean_and_error(known(own, "score"))
+        seconds = known(own, "seconds_per_step")
+        peak = max(known(own, "peak_memory_bytes"), default=None)
         cell = Cell(
             method=method,
             epsilon=epsilon,
@@ -351,10 +348,10 @@ def aggregate(
             mean=mean,
             standard_error=error,
             seconds_per_step=statistics.fmean(seconds) if seconds else None,
-            peak_memory_bytes=max(peaks, default=None),
-            epsilon_spent=max(spent, default=None),
-            forwards=max(forwards, default=None),
-            backwards=max(backwards, default=None),
+            peak_memory_bytes=None if peak is None else int(peak),
+            epsilon_spent=max(known(own, "epsilon"), default=None),
+            forwards=max(known(own, "forwards"), default=None),
+            backwards=max(known(own, "backwards"), default=None),
         )
         cells.append(cell)
     for row in done:
@@ -368,15 +365,9 @@ def aggregate(
             seeds.setdefault(row.seed, []).append(row.zero_shot or 0.0)
         mean, error = _mean_and_error([statistics.fmean(scores) for scores in seeds.values()])
         methods = ", ".join(dict.fromkeys(row.method for row in alike))
-        cell = Cell(
-            method=ZERO_SHOT if len(groups) == 1 else f"{ZERO_SHOT} ({methods})",
-            epsilon=0.0,
-            planned=len(seeds),
-            finished=len(seeds),
-            mean=mean,
-            standard_error=error,
-            epsilon_spent=0.0,
-        )
+        name = ZERO_SHOT if len(groups) == 1 else f"{ZERO_SHOT} ({methods})"
+        cell = Cell(method=name, epsilon=0.0, planned=len(seeds), finished=len(seeds))
+        cell = dataclasses.replace(cell, mean=mean, standard_error=error, epsilon_spent=0.0)
         zero_shot.append(cell)
     return cells, zero_shot
 
@@ -412,11 +403,6 @@ class Record:
         """Targets in ascending order, inf last."""
         return sorted({cell.epsilon for cell in self.cells})
 
-    @property
-    def relation(self) -> str | None:
-        """The neighbouring relation of its epsilons; None if no method is private."""
-        return self.settings.get("neighboring_relation")
-
     def cell(self, method: str, epsilon: float) -> Cell | None:
         """Returns a cell of the table, or None where the grid has none."""
         return next((c for c in self.cells if (c.method, c.epsilon) == (method, epsilon)), None)
@@ -425,25 +411,3 @@ class Record:
         """Writes comparison.json; atomic."""
         text = json.dumps(encode(asdict(self)), indent=1, allow_nan=False)
         write_atomically(folder / JSON_FILE, text + "\n")
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> Record:
-        """Reads what `save` wrote.
-
-        Raises:
-          FileNotFoundError: the folder holds no comparison.
-          ValueError: its file is damaged.
-        """
-        path = Path(folder) / JSON_FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} not found; give folders that `hf-dpzero compare` has written."
-            )
-        try:
-            values = decode(json.loads(path.read_text(encoding="utf-8")))
-            values["rows"] = [Row.from_dict(row) for row in values["rows"]]
-            for name in ("cells", "zero_shot"):
-                values[name] = [Cell(**cell) for cell in values[name]]
-            return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is not the record of a comparison: {error!r}.") from error

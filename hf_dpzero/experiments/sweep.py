@@ -243,7 +243,7 @@ def prepare(settings: SweepSettings) -> Prepared:
     sigma = _noise_of_trials(settings, task, delta)
     plans = _plans(settings, task, sigma)
     if settings.secret:
-        chosen = max(plans, key=_directions)
+        chosen = _most_directions(plans)
         tuning = selection.selection_entry(chosen, settings.trials, list(settings.grid), delta)
         epsilon = selection.selection_epsilon(chosen, settings.trials, delta)
     else:
@@ -279,9 +279,10 @@ def _noise_of_trials(settings: SweepSettings, task: AnyTask, delta: float) -> fl
         calibrated = plans[0]
     elif settings.secret:
         # The trials share one event up to K, and the most directions have the most discrete noise.
-        goal = {"epsilon": target, "delta": delta}
-        chosen = max(plans, key=_directions)
-        calibrated = selection.calibrate_selection(chosen, settings.trials, **goal)
+        chosen = _most_directions(plans)
+        calibrated = selection.calibrate_selection(
+            chosen, settings.trials, epsilon=target, delta=delta
+        )
     else:
         calibrated = selection.calibrate_composed(plans, epsilon=target, delta=delta)[0]
     return float(calibrated.mechanism.noise_multiplier)
@@ -298,8 +299,8 @@ def _plans(settings: SweepSettings, task: AnyTask, noise_multiplier: float) -> l
     return plans
 
 
-def _directions(plan: PrivacyPlan) -> int:
-    return plan.spec.num_directions
+def _most_directions(plans: Sequence[PrivacyPlan]) -> PrivacyPlan:
+    return max(plans, key=lambda plan: plan.spec.num_directions)
 
 
 def _refuse_different_events(points: Sequence[Point], plans: Sequence[PrivacyPlan]) -> None:

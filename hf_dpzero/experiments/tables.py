@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dpzero.experiments.results import STATUSES, Cell, Record
+from hf_dpzero.experiments.results import STATUSES, Cell, Record, known
 from hf_dpzero.reporting.model_card import new_figure
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 TABLE_FILE = "comparison.md"
 PLOT_FILE = "comparison.png"
@@ -78,15 +78,11 @@ def _cut(value: float, digits: int) -> str:
     return f"{math.floor(value * 10**digits + 1e-7) / 10**digits:.{digits}f}"
 
 
-def _whole(value: float) -> str:
-    return f"{math.floor(value):,}"
-
-
 _COSTS: tuple[tuple[str, Callable[[list[float]], float], Callable[[float], str]], ...] = (
     ("seconds_per_step", statistics.fmean, seconds),
     ("peak_memory_bytes", max, lambda size: str(int(size // 2**20))),
-    ("forwards", max, _whole),
-    ("backwards", max, _whole),
+    ("forwards", max, lambda count: f"{math.floor(count):,}"),
+    ("backwards", max, lambda count: f"{math.floor(count):,}"),
 )
 """Figure of a cell, which one of several epsilons stands for the method, and how it is written."""
 
@@ -123,12 +119,12 @@ def table(record: Record) -> str:
     body = []
     for method in record.methods:
         cells = [cell for cell in record.cells if cell.method == method]
-        spent = sorted(cell.epsilon_spent for cell in cells if cell.epsilon_spent is not None)
+        spent = sorted(known(cells, "epsilon_spent"))
         line = [method, *(score(record.cell(method, epsilon)) for epsilon in record.epsilons)]
         line.append(" / ".join(INFINITY if math.isinf(e) else round_up(e) for e in spent) or NONE)
         for figure, of, show in _COSTS:
-            known = [value for c in cells if (value := getattr(c, figure)) is not None]
-            line.append(show(of(known)) if known else NONE)
+            values = known(cells, figure)
+            line.append(show(of(values)) if values else NONE)
         body.append(line)
     for cell in record.zero_shot:  # at any epsilon: nothing was learnt from the private rows
         scores = [score(cell)] * len(record.epsilons)
@@ -139,13 +135,13 @@ def table(record: Record) -> str:
 def _caption(record: Record) -> list[str]:
     seeds = ", ".join(str(seed) for seed in record.settings["seeds"])
     private = "No method here is private (ε = ∞)."
-    if record.relation is not None:
+    if (relation := record.settings["neighboring_relation"]) is not None:
         done = [row for row in record.rows if row.private and row.done]
         deltas = {delta_words(row.delta) for row in done if row.delta is not None}
         private = (
             f"Each epsilon is that of one run, at δ = "
             f"{', '.join(sorted(deltas)) or record.settings['delta']} under "
-            f"{relation_words(record.relation, 'example')}; it does not add up the runs of the table, "
+            f"{relation_words(relation, 'example')}; it does not add up the runs of the table, "
             "which on private data would all be paid for. Private runs cannot be repeated bit for bit, "
             "by design: their noise and their batches come from the operating system's entropy, "
             "whatever the seed."
@@ -185,46 +181,37 @@ def plot_comparison(record: Record, folder: Path) -> Path | None:
         return None
     figure = new_figure(2)
     left, right = figure.subplots(1, 2)
-    _draw_against_epsilon(left, record)
-    for cell in record.cells:
-        if cell.mean is None or cell.peak_memory_bytes is None:
-            continue
-        x, y = cell.peak_memory_bytes / 2**20, 100 * cell.mean
-        error = 100 * (cell.standard_error or 0.0)
-        colour = f"C{record.methods.index(cell.method) % 10}"
-        right.errorbar(x, y, yerr=error, marker="o", capsize=3, color=colour)
-        label = f"{cell.method}, ε = {'∞' if math.isinf(cell.epsilon) else f'{cell.epsilon:g}'}"
-        right.annotate(label, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7)
+    for index, method in enumerate(record.methods):
+        colour, line = f"C{index % 10}", list[tuple[float, float, float]]()
+        for cell in record.cells:
+            if cell.method != method or cell.mean is None:
+                continue
+            score, error = 100 * cell.mean, 100 * (cell.standard_error or 0.0)
+            if math.isinf(cell.epsilon):
+                left.axhline(score, label=f"{method} (ε = ∞)", linestyle="--", color=colour)
+            else:
+                line.append((cell.epsilon, score, error))
+            if cell.peak_memory_bytes is not None:
+                at = cell.peak_memory_bytes / 2**20, score
+                right.errorbar(*at, yerr=error, marker="o", capsize=3, color=colour)
+                label = f"{method}, {_at(cell.epsilon)}"
+                right.annotate(label, at, xytext=(5, 4), textcoords="offset points", fontsize=7)
+        if line:
+            columns = zip(*sorted(line), strict=True)
+            left.errorbar(*columns, marker="o", capsize=3, label=method, color=colour)
+    for cell in record.zero_shot:
+        left.axhline(100 * (cell.mean or 0.0), linestyle=":", color="grey", label=cell.method)
+    if finite := [e for e in record.epsilons if math.isfinite(e)]:
+        left.set_xscale("log")
+        left.set_xticks(finite, [f"{e:g}" for e in finite])
+        left.minorticks_off()
+        left.set_xlim(min(finite) / 1.3, max(finite) * 1.3)
+    left.set(xlabel="ε", ylabel="score (%)")
+    left.grid(alpha=0.3)
+    if left.get_legend_handles_labels()[1]:
+        left.legend(fontsize=7)
     right.set(xlabel="peak memory of training steps (MiB)", ylabel="score (%)")
     right.margins(x=0.25)
     right.grid(alpha=0.3)
     figure.savefig(folder / PLOT_FILE, dpi=120)
     return folder / PLOT_FILE
-
-
-def _draw_against_epsilon(axes: Axes, record: Record) -> None:
-    """Draws points where a method is private, horizontal lines where there is no epsilon."""
-    for index, method in enumerate(record.methods):
-        colour = f"C{index % 10}"
-        cells = [
-            (c.epsilon, 100 * c.mean, 100 * (c.standard_error or 0.0))
-            for c in record.cells
-            if c.method == method and c.mean is not None
-        ]
-        if private := sorted(cell for cell in cells if math.isfinite(cell[0])):
-            x, y, errors = zip(*private, strict=True)
-            axes.errorbar(x, y, errors, marker="o", capsize=3, label=method, color=colour)
-        for epsilon, mean, _ in cells:
-            if math.isinf(epsilon):
-                axes.axhline(mean, label=f"{method} (ε = ∞)", linestyle="--", color=colour)
-    for cell in record.zero_shot:
-        axes.axhline(100 * (cell.mean or 0.0), linestyle=":", color="grey", label=cell.method)
-    if finite := [e for e in record.epsilons if math.isfinite(e)]:
-        axes.set_xscale("log")
-        axes.set_xticks(finite, [f"{e:g}" for e in finite])
-        axes.minorticks_off()
-        axes.set_xlim(min(finite) / 1.3, max(finite) * 1.3)
-    axes.set(xlabel="ε", ylabel="score (%)")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=7)

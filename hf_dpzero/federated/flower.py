@@ -187,11 +187,7 @@ def simulated_clients(settings: Settings, folder: str) -> ClientApp:
 
 
 def simulated_answer(
-    settings: Settings,
-    folder: str,
-    kind: str,
-    payload: bytes,
-    context: Context,
+    settings: Settings, folder: str, kind: str, payload: bytes, context: Context
 ) -> bytes:
     """Answers for a client of a simulation."""
     from hf_dpzero.federated.setup import CLIENTS

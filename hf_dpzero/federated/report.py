@@ -48,9 +48,7 @@ REPORT_NAME, PLOT_NAME = "federated_report.json", "federated_run.png"
 
 
 def federated_report(
-    server: RoundServer,
-    clients: Path | None = None,
-    metrics: Sequence[Mapping[str, float]] = (),
+    server: RoundServer, clients: Path | None = None, metrics: Sequence[Mapping[str, float]] = ()
 ) -> dict[str, Any]:
     """Reports what each client's rows were charged.
 

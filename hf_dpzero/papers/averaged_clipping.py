@@ -263,11 +263,7 @@ class Cells(NamedTuple):
 
 
 def run(
-    objective: Objective,
-    data: Data,
-    descent: Descent,
-    cells: Cells,
-    generator: np.random.Generator,
+    objective: Objective, data: Data, descent: Descent, cells: Cells, generator: np.random.Generator
 ) -> Array:
     """Runs an algorithm from 0, for all cells at once.
 

@@ -86,9 +86,7 @@ class Problem:
 
 
 def mirror_descent(
-    problem: Problem,
-    smoothness: Smoothness = "bilinear",
-    calibration: Calibration = "corrected",
+    problem: Problem, smoothness: Smoothness = "bilinear", calibration: Calibration = "corrected"
 ) -> MirrorDescentPlan:
     """Algorithm 1 with the parameters of Theorem 4.1 or 4.2.
 
@@ -132,9 +130,7 @@ def mirror_descent(
 
 
 def bias_reduced_descent(
-    problem: Problem,
-    generator: np.random.Generator,
-    calibration: Calibration = "corrected",
+    problem: Problem, generator: np.random.Generator, calibration: Calibration = "corrected"
 ) -> BiasReducedPlan:
     """Algorithm 3 with the parameters of Theorem 4.3.
 

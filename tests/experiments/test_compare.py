@@ -21,6 +21,7 @@ from hf_dpzero.cli import main
 from hf_dpzero.experiments import results, tables
 from hf_dpzero.experiments.compare import build_grid, compare
 from hf_dpzero.experiments.results import (
+    Cell,
     Exit,
     Record,
     Row,
@@ -35,6 +36,7 @@ from hf_dpzero.experiments.runner import Attempt, Process, discard_weights, last
 from hf_dpzero.experiments.tables import plot_comparison
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import load_recipe
+from hf_dpzero.values import decode
 
 PNG = b"\x89PNG\r\n\x1a\n"
 Settings = dict[str, Any]
@@ -64,23 +66,18 @@ def grid(path: Path, methods: str = "dpzero", **settings: Any) -> list[Run]:
 
 
 def test_private_methods_run_once_an_epsilon_and_others_once_a_seed(tmp_path):
+    """A seed sets everything public and nothing secret; without epsilons, seeds: the recipe's own."""
     runs = grid(write_recipe(tmp_path), "dpzero,mezo", epsilons=[2.0, 6.0], seeds=[42, 13])
     names = ("dpzero-eps2", "dpzero-eps6", "mezo-epsinf")
     assert [run.name for run in runs] == [f"{n}-seed{seed}" for seed in (42, 13) for n in names]
     assert [run.recipe.training.target_epsilon for run in runs[:3]] == [2.0, 6.0, None]
     assert [run.private for run in runs[:3]] == [True, True, False]
     assert len({run.digest for run in runs}) == 6
-
-
-def test_a_seed_sets_everything_public_and_nothing_secret(tmp_path):
-    (run,) = grid(write_recipe(tmp_path, noise_multiplier=3.0, target_epsilon=None), seeds=[13])
-    recipe, training = run.recipe, run.recipe.training
+    recipe, training = runs[3].recipe, runs[3].recipe.training
     assert recipe.data.subset_seed == recipe.model.init_seed == training.seed == 13
-    assert training.testing.direction_key == 13 and training.noise_multiplier is None
-    assert training.testing.sampler_key is None and training.testing.insecure_noise_seed is None
-
-
-def test_epsilon_and_seed_default_to_the_recipes_own(tmp_path):
+    testing = training.testing
+    assert testing.direction_key == 13 and training.noise_multiplier is None
+    assert testing.sampler_key is None and testing.insecure_noise_seed is None
     (run,) = grid(write_recipe(tmp_path), epsilons=[], seeds=[])
     assert (run.epsilon, run.recipe.training.seed) == (4.0, 42)
     path = write_recipe(tmp_path, target_epsilon=None, noise_multiplier=2.0)
@@ -151,10 +148,7 @@ def test_a_run_as_a_file_loads_to_the_same_settings_and_its_digest_changes_with_
     assert run.digest == again.digest != other.digest
     (tmp_path / "run.yaml").write_text(run.to_yaml("out/x"), encoding="utf-8")
     assert load_recipe(tmp_path / "run.yaml").values == {**run.recipe.values, "output_dir": "out/x"}
-
-
-def test_an_override_makes_methods_comparable_and_only_private_ones_share_delta(tmp_path):
-    path = write_recipe(tmp_path)
+    # an override makes methods comparable, and only private ones need share a delta
     write_recipe(tmp_path, "tiny-mezo", method="mezo", max_train_samples=32, target_delta=1e-7)
     runs = grid(path, "dpzero,mezo", overrides=["--max_train_samples", "48"])
     assert [run.recipe.data.max_train_samples for run in runs] == [48, 48]
@@ -423,10 +417,18 @@ def test_what_stands_under_the_table():
     assert "Up to 2 runs shared the machine: seconds per step are noisy" in tables.markdown(shared)
 
 
-def test_a_record_comes_back_as_it_was_saved_and_is_drawn(tmp_path):
+def saved(folder: Path) -> Record:
+    """What comparison.json holds."""
+    text = (folder / "comparison.json").read_text(encoding="utf-8")
+    values = decode(json.loads(text, parse_constant=pytest.fail))
+    values["rows"] = [Row.from_dict(row) for row in values["rows"]]
+    cells = {name: [Cell(**cell) for cell in values[name]] for name in ("cells", "zero_shot")}
+    return Record(**{**values, **cells})
+
+
+def test_a_record_is_saved_whole_and_is_drawn(tmp_path):
     record().save(tmp_path)
-    assert Record.load(tmp_path) == record()
-    json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
+    assert saved(tmp_path) == record()
     path = plot_comparison(record(), tmp_path)
     assert path is not None and path.read_bytes().startswith(PNG)
     empty = [dataclasses.replace(cell, mean=None) for cell in record().cells]
@@ -482,10 +484,11 @@ def names_run(folder: Path, runs: list[Run], **settings: Any) -> list[str]:
 
 def test_a_comparison_leaves_rows_record_table_and_plot(tmp_path, report):
     runs = grid(write_recipe(tmp_path), epsilons=[2.0, 6.0], seeds=[1, 2])
-    out = tmp_path / "out"
-    found = run_all(out, runs, Fake())
-    assert [row.folder for row in read_rows(out / "rows.jsonl")] == [run.name for run in runs]
-    assert Record.load(out) == found
+    out, fake = tmp_path / "out", Fake()
+    found = run_all(out, runs, fake, jobs=2)
+    assert fake.most_at_once == 2 and {row.jobs for row in found.rows} == {2}
+    left = {row.folder for row in read_rows(out / "rows.jsonl")}
+    assert left == {run.name for run in runs} and saved(out) == found
     assert "75.00 ± 0.00" in (out / "comparison.md").read_text(encoding="utf-8")
     assert (out / "comparison.png").read_bytes().startswith(PNG)
     assert load_recipe(out / "recipes" / f"{runs[0].name}.yaml").training.target_epsilon == 2.0
@@ -514,7 +517,7 @@ def test_failures_are_rows_and_are_retried_only_on_request(tmp_path, report):
     leave_checkpoint(out / "runs" / "dpzero-eps2-seed2", 2)  # which is not continued: it has a row
     again = [f"dpzero-eps2-seed{seed}-attempt2" for seed in (1, 2, 3)]
     assert names_run(out, runs, retry_failed=True) == again
-    assert [row.status for row in Record.load(out).rows] == ["done"] * 3
+    assert [row.status for row in saved(out).rows] == ["done"] * 3
     assert len(read_rows(out / "rows.jsonl")) == 6
 
 
@@ -555,23 +558,15 @@ def test_a_ledger_without_a_checkpoint_is_left_and_a_new_folder_taken(interrupte
     runs = grid(write_recipe(tmp_path))
     assert names_run(interrupted, runs) == ["dpzero-eps2-seed42-attempt2"]
     (interrupted / "rows.jsonl").unlink()
-    ledger = interrupted / "runs" / "dpzero-eps2-seed42" / "trajectory.ledger"
-    ledger.unlink()  # where nothing was spent the folder is used again
-    assert names_run(interrupted, runs) == ["dpzero-eps2-seed42"]
-
-
-def test_a_checkpoint_of_other_settings_is_not_continued(interrupted, tmp_path):
-    leave_checkpoint(interrupted / "runs" / "dpzero-eps2-seed42", 2)
-    fake = Fake()
-    run_all(interrupted, grid(write_recipe(tmp_path), overrides=["--clip", "3"]), fake)
-    assert fake.names == ["dpzero-eps2-seed42-attempt2"] and fake.seen[0].checkpoint is None
-
-
-def test_jobs_run_together_and_their_rows_say_so(tmp_path, report):
-    fake = Fake()
-    runs = grid(write_recipe(tmp_path), seeds=[1, 2, 3, 4, 5])
-    found = run_all(tmp_path / "out", runs, fake, jobs=2)
-    assert fake.most_at_once == 2 and {row.jobs for row in found.rows} == {2}
+    folder = interrupted / "runs" / "dpzero-eps2-seed42"
+    (folder / "trajectory.ledger").unlink()  # where nothing was spent the folder is used again
+    assert names_run(interrupted, runs) == [folder.name]
+    (interrupted / "rows.jsonl").unlink()
+    leave_checkpoint(folder, 2)
+    (folder / "all_results.json").unlink()  # a checkpoint of other settings is not continued
+    other, fake = grid(write_recipe(tmp_path), overrides=["--clip", "3"]), Fake()
+    run_all(interrupted, other, fake)
+    assert fake.seen[0].checkpoint is None and fake.names != [folder.name]
 
 
 def test_discarded_weights_leave_results_and_ledger(tmp_path):
@@ -587,53 +582,26 @@ def test_discarded_weights_leave_results_and_ledger(tmp_path):
     assert left == ["a.json", "trajectory.ledger", "trajectory.safetensors"]
 
 
-def test_a_failing_process_is_a_row(tmp_path):
-    """The whole way: a process that dies of each kind, its log, its row."""
-    deaths = {
-        1: "import sys; sys.exit('error: not this data')",
-        2: "raise RuntimeError('broken')",
-        3: "import os; os.kill(os.getpid(), 9)",
-        4: "raise MemoryError",
-    }
-
-    def start(attempt: Attempt) -> Process:
-        code = deaths[attempt.run.recipe.training.seed]
-        return Process([sys.executable, "-c", code], attempt.log, {})
-
-    runs = grid(write_recipe(tmp_path), seeds=[1, 2, 3, 4])
-    record = run_all(tmp_path / "out", runs, start)
-    found = {row.seed: row for row in record.rows}
-    statuses = ["failed", "failed", "out_of_memory", "out_of_memory"]
-    assert [found[seed].status for seed in deaths] == statuses
-    assert found[1].error == "error (its message may be private: see the log)"
-    assert found[2].error == "RuntimeError (its message may be private: see the log)"
-    assert found[3].exit_status == -9 and record.cells[0].planned == 4
-
-
 def python(tmp_path: Path, code: str, lock: int | None = None, **environment: str) -> Process:
     return Process([sys.executable, "-c", code], tmp_path / "log", environment, lock)
 
 
-def test_a_process_gets_its_environment_and_can_be_stopped(tmp_path):
+def test_a_process_gets_its_environment(tmp_path):
     child = python(tmp_path, "import os; print(os.environ['OMP_NUM_THREADS'])", OMP_NUM_THREADS="3")
     deadline = time.monotonic() + 300
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert (tmp_path / "log.out").read_text() == "3\n"
-    sleeper = python(tmp_path, "import time; time.sleep(60)")
-    sleeper.stop()
-    assert sleeper.poll() is not None and sleeper.poll().status != 0
 
 
 def test_the_lock_lasts_as_long_as_a_process_that_outlives_its_comparison(tmp_path):
     refused = "another comparison or sweep, or a run that outlived one"
     with locked(tmp_path) as lock:
         orphan = python(tmp_path, "import time; time.sleep(60)", lock)
-        with pytest.raises(OSError, match=refused), locked(tmp_path):
-            pass
     with pytest.raises(OSError, match=refused), locked(tmp_path):
         pass
     orphan.stop()
+    assert orphan.poll() is not None and orphan.poll().status != 0
     with locked(tmp_path):
         pass
 
@@ -667,7 +635,7 @@ def test_compare_from_the_command_line(tmp_path, bert_checkpoint, capsys):
     words += ["--output_dir", out, "--jobs", "2", "--max_steps", "3"]
     assert main.main([str(word) for word in words]) == 0
     assert "| dpzero |" in capsys.readouterr().out
-    found = Record.load(out)
+    found = saved(out)
     assert [row.status for row in found.rows] == ["done"] * 2, [r.error for r in found.rows]
     assert [row.method for row in found.rows] == ["dpzero", "mezo"]
     for each in found.rows:

@@ -6,15 +6,7 @@ import json
 import logging
 
 import pytest
-from federated_sides import (
-    NAMES,
-    client_folder,
-    interrupted,
-    released,
-    rounds_of,
-    side,
-    started,
-)
+from federated_sides import NAMES, client_folder, interrupted, released, rounds_of, side, started
 from tiny_runs import tiny_model
 
 from hf_dpzero.federated.report import federated_report, spent, summary

@@ -8,15 +8,7 @@ import statistics
 
 import pytest
 import torch
-from federated_sides import (
-    NAMES,
-    client_folder,
-    interrupted,
-    released,
-    rounds_of,
-    side,
-    started,
-)
+from federated_sides import NAMES, client_folder, interrupted, released, rounds_of, side, started
 from tiny_runs import build, same, tiny_data, tiny_model, weights
 
 from hf_dpzero.federated.messages import ASK, VALUES, Message, MessageError, pack, unpack

@@ -260,11 +260,3 @@ def test_impossible_settings_are_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             make()
-
-
-def test_a_stream_serves_each_round_once():
-    stream = Stream(["first", "second"])
-    assert stream.take(0) == "first"
-    with pytest.raises(ValueError, match="round 0 asked for where 1 is next"):
-        stream.take(0)
-    assert stream.take(1) == "second"
