@@ -26,7 +26,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import expit
 
 from hf_dpzero.privacy.mechanisms import DPSGD
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -68,9 +67,15 @@ class Objective:
         return np.asarray(self.loss(data.features @ x.T, data.targets[:, None]).mean(axis=0))
 
 
+def _sigmoid(u: Array) -> Array:
+    from scipy.special import expit
+
+    return np.asarray(expit(u), dtype=np.float64)
+
+
 LINEAR = Objective("linear", 2.0, lambda p, y: (p - y) ** 2, lambda p, y: 2 * (p - y))
 LOGISTIC = Objective(
-    "logistic", 0.25, lambda p, y: np.logaddexp(0.0, y * p), lambda p, y: y * expit(y * p)
+    "logistic", 0.25, lambda p, y: np.logaddexp(0.0, y * p), lambda p, y: y * _sigmoid(y * p)
 )
 """log(1 + exp(y <x, xi>)) with the paper's labels; it prints 1 + y <x, xi> in the exponent."""
 
