@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, WrappedObjective
 from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
@@ -51,6 +51,7 @@ class Method(Protocol):
         """Returns what a checkpoint needs beyond weights and optimizer; public, JSON-safe."""
 
 
+@runtime_checkable
 class Dataset(Protocol):
     """Rows by number."""
 

@@ -52,7 +52,16 @@ class Rows:
         """
         with isolated_randomness():
             rows = self._fetched(indices)
-            batch = self._collated(rows)
+            try:
+                batch = self.collate(rows)
+            except (RuntimeError, ValueError) as error:
+                if len(rows) < 2 or not self._transforms():
+                    raise
+                raise ValueError(
+                    f"rows of train_dataset cannot be put into one batch ({error}): its transform gets "
+                    "one row at a time here, so that none is padded to another's length. Give a "
+                    "collator that pads, such as DataCollatorWithPadding(tokenizer)."
+                ) from error
         _check_rows(len(indices), len(rows), batch_size(batch))
         return batch
 
@@ -69,18 +78,6 @@ class Rows:
             _check_rows(1, 1, batch_size(batch))
         _check_rows(len(indices), len(rows), len(batches))
         return batches
-
-    def _collated(self, rows: list[Any]) -> Mapping[str, Tensor]:
-        try:
-            return self.collate(rows)
-        except (RuntimeError, ValueError) as error:
-            if len(rows) < 2 or not self._transforms():
-                raise
-            raise ValueError(
-                f"rows of train_dataset cannot be put into one batch ({error}): its transform gets one "
-                "row at a time here, so that none is padded to another's length. Give a collator that "
-                "pads, such as DataCollatorWithPadding(tokenizer)."
-            ) from error
 
     def _transforms(self) -> bool:
         """Whether the data set makes its rows on access (`with_transform`, `set_transform`)."""
@@ -151,60 +148,56 @@ class StepBatches(Dataset):
 
     def __getitem__(self, step: int) -> LogicalBatch:
         if step < self.paid:
-            return self._batch(step, {}, [])
+            return self._batch(step, [], [], [])
         chosen = self.plan.sampler.batch(step, self.key)
         if self.shapes is not None:  # the placement lemma's order (batches/placement.py)
             chosen = chosen[place_order(len(chosen), step, self.key)]
+        if getattr(self.plan.mechanism, "clipping", "fixed") == "averaged":
+            return self._grouped(step, chosen)
+        rows: list[int] = chosen.tolist()
+        if self.shapes is None:
+            told = [rows[share :: self.shares] for share in range(self.shares)]
+            return self._batch(step, told, self._microbatches(told[self.share]), told[self.share])
+        # Of collators: the same on all processes, whatever they share; secret.
+        label = b"hf_dpzero.collators." + step.to_bytes(8, "little")
+        entropy = hashlib.blake2b(label, key=self.key, digest_size=16).digest()
+        made, places = self.shapes.dealt(
+            rows, self.share, self.shares, int.from_bytes(entropy, "little")
+        )
+        told = [[rows[place] for place in share] for share in places]
+        return self._batch(step, told, made, [rows[place] for place in places_of(made)])
+
+    def _grouped(self, step: int, chosen: np.ndarray) -> LogicalBatch:
+        """The batch of averaged clipping, whose groups are dealt whole: one process takes a mean."""
         mechanism = self.plan.mechanism
-        if getattr(mechanism, "clipping", "fixed") != "averaged":
-            return self._dealt(step, chosen.tolist())
-        # The mean of a group is taken in one process: groups are dealt whole.
         of = mechanism.group_of(chosen, self.key)  # type: ignore[union-attr]
         told = [chosen[of % self.shares == share].tolist() for share in range(self.shares)]
         own = of % self.shares == self.share
         chosen, of = chosen[own], of[own]
-        if mechanism.values_per_release > 0:  # losses: a pass may hold examples of several groups
-            batch = self._batch(step, {-1: chosen.tolist()}, told)
-            return {**batch, "groups": of[places_of(batch["microbatches"])].tolist()}
-        return self._batch(step, {int(g): chosen[of == g].tolist() for g in np.unique(of)}, told)
-
-    def _dealt(self, step: int, chosen: list[int]) -> LogicalBatch:
-        """The batch of this process' share of the chosen rows."""
-        if self.shapes is None:
-            told = [chosen[share :: self.shares] for share in range(self.shares)]
-            return self._batch(step, {-1: told[self.share]}, told)
-        made, places = self.shapes.dealt(chosen, self.share, self.shares, self._entropy(step))
-        told = [[chosen[place] for place in share] for share in places]
-        batch = self._batch(step, {}, told)
-        batch["microbatches"], batch["examples"] = list(made), [m.examples for m in made]
-        batch["groups"] = [-1] * sum(batch["examples"])
-        if self.row_groups is not None:
-            rows = [chosen[place] for place in places_of(made)]
-            batch["row_groups"] = self.row_groups[rows].tolist()
-        return batch
-
-    def _entropy(self, step: int) -> int:
-        """Of the step's collators; the same on all processes, whatever they share; secret."""
-        label = b"hf_dpzero.collators." + step.to_bytes(8, "little")
-        drawn = hashlib.blake2b(label, key=self.key, digest_size=16).digest()
-        return int.from_bytes(drawn, "little")
+        # A pass of losses may hold examples of several groups, one of gradients may not.
+        losses = mechanism.values_per_release > 0
+        made, rows, groups = list[Mapping[str, Tensor]](), list[int](), list[int]()
+        for part in [of >= 0] if losses else [of == group for group in np.unique(of)]:
+            passes = self._microbatches(chosen[part].tolist())
+            places = places_of(passes)
+            made += passes
+            rows += [int(row) for row in chosen[part][places]] if places else []
+            groups += [int(group) for group in of[part][places]] if places else []
+        return {**self._batch(step, told, made, rows), "groups": groups}
 
     def _batch(
-        self, step: int, chosen: Mapping[int, list[int]], told: Sequence[Sequence[int]]
+        self,
+        step: int,
+        told: Sequence[Sequence[int]],
+        made: Sequence[Mapping[str, Tensor]],
+        rows: list[int],
     ) -> LogicalBatch:
-        batch = LogicalBatch(
-            step=step, microbatches=[], examples=[], groups=[], row_groups=[],
-            batch_digest=fingerprint(step, told),
+        """The microbatches of `rows`, in the order in which they stand there, one group for all."""
+        groups = [] if self.row_groups is None else self.row_groups[rows].tolist()
+        return LogicalBatch(
+            step=step, microbatches=list(made), examples=[num_examples(part) for part in made],
+            groups=[-1] * len(rows), row_groups=groups, batch_digest=fingerprint(step, told),
         )  # fmt: skip
-        for group, indices in chosen.items():
-            made = self._microbatches(indices)
-            batch["microbatches"] += made
-            batch["examples"] += map(num_examples, made)
-            batch["groups"] += [group] * len(indices)
-            if self.row_groups is not None:
-                rows = [indices[place] for place in places_of(made)]
-                batch["row_groups"] += self.row_groups[rows].tolist()
-        return batch
 
     def _microbatches(self, indices: list[int]) -> Sequence[Mapping[str, Tensor]]:
         if self.shapes is not None:

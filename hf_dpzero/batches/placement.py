@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -61,9 +61,8 @@ _BEYOND = 16
 """Rows of a pass beyond those that a width is expected to have, at most."""
 
 _CPU_PASS, _CPU_MOST = 5e7, 2000.0
-_GPU_PASS = 2e12
+_GPU_PASS, _GPU_LEAST, _GPU_MOST = 2e12, 150.0, 5000.0
 _GPU_BYTES, _GPU_OPERATIONS = 2.5e10, 3e14
-_GPU_LEAST, _GPU_MOST = 150.0, 5000.0
 
 CAPS = (64, 32, 16)
 """Rows of a pass that are tried where `microbatch_size` is not set; else one."""
@@ -348,23 +347,37 @@ class PassBytes:
     total: int = 0
 
 
+Hook = Callable[[nn.Module, tuple[Tensor, ...], object], object]
+
+
+@contextlib.contextmanager
+def hooked(modules: Iterable[nn.Module], hook: Hook) -> Iterator[None]:
+    """Calls `hook(module, inputs, output)` after each forward of the modules inside."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def innermost(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that hold no others."""
+    return [module for module in model.modules() if next(module.children(), None) is None]
+
+
 @contextlib.contextmanager
 def measured(model: nn.Module) -> Iterator[PassBytes]:
     """Adds up, inside, what the model's innermost modules return."""
     found = PassBytes()
 
-    def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | None) -> None:
+    def look(module: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
         if isinstance(output, Tensor):
             found.largest = max(found.largest, output.nbytes)
             found.total += output.nbytes
 
-    innermost = [m for m in model.modules() if next(m.children(), None) is None]
-    handles = [module.register_forward_hook(look) for module in innermost]
-    try:
+    with hooked(innermost(model), look):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def free_bytes(device: torch.device) -> int:
@@ -403,7 +416,5 @@ def rows_that_fit(free: int, trained: int, dense: bool) -> int:
       trained: parameters.
       dense: whether each example has a gradient of its own in memory.
     """
-    fitting = (
-        n for n in CAPS if not dense or 2 * n * 4 * trained <= max(_SHARE * free, DENSE_BYTES)
-    )
-    return next(fitting, 1)
+    room = max(_SHARE * free, DENSE_BYTES) if dense else math.inf
+    return next((rows for rows in CAPS if 2 * rows * 4 * trained <= room), 1)

@@ -145,12 +145,12 @@ def kind_of(row: Row) -> Signature:
     tensor and in tensors that are not of one row.
     """
     kinds: list[Signature] = []
-    for name in sorted(row):
-        value = row[name]
-        kind: Signature = (type(value).__name__,)
+    for name, value in sorted(row.items()):
         if isinstance(value, Tensor):
-            kind = value.dtype, value.dim(), value.dim() > 0 and value.shape[0] == 1
-        kinds.append((name, *kind))
+            of_one = value.dim() > 0 and value.shape[0] == 1
+            kinds.append((name, value.dtype, value.dim(), of_one))
+        else:
+            kinds.append((name, type(value).__name__))
     return (masked_shape(row) is not None, *kinds)
 
 
@@ -331,7 +331,10 @@ class PassShapes:
             if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
                 continue
             if ids is None or value.shape != ids.shape:  # of a decoder
-                columns = _doubled(value.shape[1], self.decoder_length) - value.shape[1]
+                # a power of two, at least 8: targets are few, and of any length
+                width = value.shape[1]
+                doubled = max(8, 1 << max(width - 1, 0).bit_length())
+                columns = max(width, min(doubled, self.decoder_length or doubled)) - width
                 wide[name] = _more(name, value, "right", columns)
         return wide
 
@@ -368,12 +371,6 @@ def width_of(row: Row) -> int:
     return 0 if shape is None else shape[-1]
 
 
-def _doubled(width: int, most: int | None) -> int:
-    """The width of a decoder's shape: a power of two, at least 8, at most `most`."""
-    wide = max(8, 1 << max(width - 1, 0).bit_length())
-    return max(width, wide if most is None else min(wide, most))
-
-
 def forward_passes(shapes: PassShapes | None) -> str:
     """Says how a run evaluates examples: "fixed shapes", "one example", or "" for neither."""
     if shapes is None:
@@ -396,17 +393,13 @@ def shape_of(row: Row) -> tuple[Any, ...]:
                 f"the collator makes {name!r} of one row a {kind}, not a tensor [1, ...]: rows cannot "
                 "be put into batches of a fixed shape. Set microbatch_size=1."
             )
-    shape = [(name, value.dtype, tuple(value.shape)) for name, value in row.items()]
-    return (*shape, *_of_labels(row))
-
-
-def _of_labels(row: Row) -> Iterator[int]:
-    """What the shape of a language model's logits follows from, where they are not all computed."""
-    labels, ids = row.get("labels"), row.get("input_ids")
+    # What the shape of a language model's logits follows from, where they are not all computed.
+    labels, ids, counts = row.get("labels"), row.get("input_ids"), list[int]()
     if labels is not None and ids is not None and labels.shape == ids.shape and labels.dim() == 2:
         aligned = right_padded(row, (*TOKEN_KEYS, "labels"))["labels"]
-        yield last_predictors(aligned)
-        yield power_of_two(int(aligned[:, 1:].ne(IGNORE_INDEX).sum()), labels.shape[1])
+        predicted = int(aligned[:, 1:].ne(IGNORE_INDEX).sum())
+        counts = [last_predictors(aligned), power_of_two(predicted, labels.shape[1])]
     answers = row.get("answer_lengths")  # of `objectives.prompted.Candidates`
     if answers is not None and ids is not None:
-        yield power_of_two(int(answers.max()), ids.shape[-1])
+        counts.append(power_of_two(int(answers.max()), ids.shape[-1]))
+    return (*((name, value.dtype, tuple(value.shape)) for name, value in row.items()), *counts)

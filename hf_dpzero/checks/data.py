@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import torch
 from torch import nn
 
-from hf_dpzero.batches.shapes import Row, context_length
+from hf_dpzero.batches.shapes import context_length
 from hf_dpzero.objectives.heads import is_language_model
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.objectives.prompted import PromptObjective
@@ -47,8 +47,7 @@ def check_rows(dataset: object) -> None:
       ValueError: a stream, a dictionary of data sets, a name or a table of pandas.
     """
     by_name = isinstance(dataset, (str, Mapping)) or hasattr(dataset, "iloc")
-    by_number = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
-    if dataset is not None and (by_name or not by_number):
+    if dataset is not None and (by_name or not isinstance(dataset, Dataset)):
         raise ValueError(
             f"train_dataset is a {type(dataset).__name__}, which has no rows by number: of a name or a "
             "dictionary of data sets pass load_dataset(...)['train'], of a table of pandas "
@@ -134,16 +133,23 @@ def check_unit(run: Run) -> None:
     told = run.args.rows_are is not None or run.examples_known
     if told or isinstance(run.objective, PromptObjective) or not is_language_model(run.model):
         return
-    rows = run.rows.collate_each(list(range(min(len(run.dataset), SAMPLE))))
-    lengths = torch.tensor([_tokens(row) for row in rows], dtype=torch.float64)
+    lengths, restart = torch.zeros(min(len(run.dataset), SAMPLE)), False
+    for number, row in enumerate(run.rows.collate_each(list(range(len(lengths))))):
+        mask, ids, places = (row.get(n) for n in ("attention_mask", "input_ids", "position_ids"))
+        if mask is not None and mask.dim() == 2:
+            lengths[number] = int(mask.ne(0).sum())  # attended tokens
+        elif ids is not None:
+            lengths[number] = ids.numel()
+        if places is not None and places.dim() == 2:
+            restart = restart or bool((places.diff(dim=-1) < 0).any())
     most = getattr(getattr(base_model(run.model), "config", None), "max_position_embeddings", None)
-    # in this order: a row that fills the context is of that one length too
+    # In this order: a row that fills the context is of that one length too.
     what = None
     if most and lengths.mean() >= FULL * most:
         what = f"fill the {most} tokens that the model takes"
-    elif lengths.max() > SHORT and (lengths == lengths.max()).double().mean() >= FULL:
+    elif lengths.max() > SHORT and (lengths == lengths.max()).float().mean() >= FULL:
         what = "have one length"
-    elif any(_restarts(row) for row in rows):
+    elif restart:
         what = "have position_ids that start again"
     if what:
         raise ValueError(
@@ -156,19 +162,6 @@ def check_unit(run: Run) -> None:
 
 SAMPLE, SHORT, FULL = 64, 64, 0.95
 """Rows that are looked at; the length up to which equal rows are usual; shares that look packed."""
-
-
-def _tokens(row: Row) -> int:
-    """Attended tokens of a batch of one; all that there are where no mask is given."""
-    mask, ids = row.get("attention_mask"), row.get("input_ids")
-    if mask is not None and mask.dim() == 2:
-        return int(mask.ne(0).sum())
-    return 0 if ids is None else ids.numel()
-
-
-def _restarts(row: Row) -> bool:
-    places = row.get("position_ids")
-    return places is not None and places.dim() == 2 and bool((places.diff(dim=-1) < 0).any())
 
 
 def positions(model: nn.Module) -> int | None:
@@ -190,10 +183,10 @@ def check_lengths(run: Run) -> None:
       ValueError: says how rows are cut.
     """
     most, data = positions(run.model), run.dataset
-    if most is None or not isinstance(data, datasets.Dataset) or data.format["type"] == "custom":
-        return  # a transform makes the rows
-    if "input_ids" not in data.column_names:
+    if most is None or not isinstance(data, datasets.Dataset):
         return
+    if data.format["type"] == "custom" or "input_ids" not in data.column_names:
+        return  # a transform makes the rows
     column = data.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         return

@@ -16,7 +16,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import datasets
 import numpy as np
@@ -47,6 +47,7 @@ _NO_INPUT = {
     *("special_tokens_mask", "id", "idx", "index", "guid", "__index_level_0__"),
 }
 _BATCH, _LOOKED_AT = 1000, 16
+Columns = tuple[object, ...]
 _SEQUENCES = (str, bytes, Sequence, Mapping, np.ndarray, torch.Tensor)
 
 _REFUSAL = (
@@ -64,7 +65,7 @@ class PrivateRows:
 
     def __init__(self, dataset: object) -> None:
         self.dataset = _by_number(dataset)
-        self._digests: dict[tuple[object, ...], np.ndarray] = {}
+        self._digests: dict[Columns, np.ndarray] = {}
         # objects are kept, not their ids: a later one could have the same
         self._passed: deque[tuple[object, int | None]] = deque(maxlen=16)
 
@@ -94,7 +95,14 @@ class PrivateRows:
             return
         # what rows draw when they are read must not move the generators that training draws from
         with isolated_randomness():
-            share = self._share(_first_of(evaluation) if rows is None else rows, self.dataset)
+            if rows is None:
+                if not isinstance(evaluation, Iterable) or iter(evaluation) is evaluation:
+                    raise ValueError(
+                        f"the evaluation data is a {type(evaluation).__name__} that can be read only "
+                        "once, so it cannot be compared with train_dataset: pass a list or a data set."
+                    )
+                rows = list(itertools.islice(evaluation, STREAMED))
+            share = self._share(rows, self.dataset)
         if share > 0:
             logger.warning(
                 "some rows of the evaluation data also occur in train_dataset. That is sound where both "
@@ -109,7 +117,7 @@ class PrivateRows:
           ValueError: it is not.
         """
         share = 0.0
-        for columns, least in _comparable(_inputs(dataset), _inputs(evaluation)):
+        for columns, least in _comparable(dataset, evaluation):
             if columns not in self._digests:
                 self._digests[columns] = _digests(dataset, columns)
             private = self._digests[columns]
@@ -134,53 +142,33 @@ def _by_number(dataset: object) -> Dataset | None:
     """The data set, if its rows have numbers; None for what has not, such as streams."""
     if isinstance(dataset, (datasets.IterableDataset, IterableDataset)):
         return None
-    found: Any = dataset
-    return found if hasattr(found, "__len__") and hasattr(found, "__getitem__") else None
+    return dataset if isinstance(dataset, Dataset) else None
 
 
-def _first_of(stream: object) -> list[object]:
-    """The first rows of a stream that can be read again."""
-    if not isinstance(stream, Iterable) or iter(stream) is stream:
-        raise ValueError(
-            f"the evaluation data is a {type(stream).__name__} that can be read only once, "
-            "so it cannot be compared with train_dataset: pass a list or a data set."
-        )
-    return list(itertools.islice(stream, STREAMED))
-
-
-def _inputs(dataset: Dataset) -> dict[object, int]:
-    """Columns without labels, masks and row numbers: 0 for single numbers, 1 for texts or sequences.
-
-    2 for long ones, of more than eight characters or four numbers.
-    """
-    inputs: dict[object, int] = {}
-    for row in _read(dataset, range(min(len(dataset), _LOOKED_AT))):
-        for name, cell in row.items():
-            kind = 0
-            if isinstance(cell, _SEQUENCES) and getattr(cell, "ndim", 1) > 0:
-                kind = 1 + (len(cell) > (8 if isinstance(cell, str) else 4))
-            if name not in _NO_INPUT:
-                inputs[name] = max(inputs.get(name, 0), kind)
-    return inputs
-
-
-def _comparable(
-    own: Mapping[object, int], other: Mapping[object, int]
-) -> list[tuple[tuple[object, ...], float]]:
-    """Columns by which rows are compared, and a share below which they may be equal.
+def _comparable(one: Dataset, other: Dataset) -> list[tuple[Columns, float]]:
+    """Columns by which rows of two data sets are compared, and a share below which they may be equal.
 
     Texts and sequences of the same names, together; where neither has any, single numbers.
     """
-    kinds = {name: min(own[name], other[name]) for name in own if name in other}
-    sequences = tuple(name for name in kinds if kinds[name])
-    if not any([*own.values(), *other.values()]):
-        return [(tuple(kinds), 0.0)] if kinds else []
+    inputs: list[dict[object, int]] = [{}, {}]
+    for dataset, kinds in zip((one, other), inputs, strict=True):
+        for row in _read(dataset, range(min(len(dataset), _LOOKED_AT))):
+            for name, cell in row.items():
+                kind = 0  # a single number; 2 for more than eight characters or four numbers
+                if isinstance(cell, _SEQUENCES) and getattr(cell, "ndim", 1) > 0:
+                    kind = 1 + (len(cell) > (8 if isinstance(cell, str) else 4))
+                if name not in _NO_INPUT:
+                    kinds[name] = max(kinds.get(name, 0), kind)
+    shared = tuple(name for name in inputs[0] if name in inputs[1])
+    if not any([*inputs[0].values(), *inputs[1].values()]):
+        return [(shared, 0.0)] if shared else []
+    sequences = tuple(n for n in shared if inputs[0][n] and inputs[1][n])
     # A column of names may differ in rows that are the same: long ones are compared by themselves too.
-    long = [((name,), 0.5) for name in sequences if kinds[name] == 2 and len(sequences) > 1]
-    return [(sequences, 0.0), *long] if sequences else []
+    long = [n for n in sequences if inputs[0][n] == inputs[1][n] == 2 and len(sequences) > 1]
+    return [(sequences, 0.0), *[((name,), 0.5) for name in long]] if sequences else []
 
 
-def _digests(dataset: Dataset, columns: tuple[object, ...]) -> np.ndarray:
+def _digests(dataset: Dataset, columns: Columns) -> np.ndarray:
     """A 64-bit digest of each row's `columns`, uint64 `[N]`."""
     digests, rows = [], range(len(dataset))
     if not isinstance(dataset, (datasets.Dataset, Sequence)) and len(rows) > READ:
@@ -197,11 +185,18 @@ def _digests(dataset: Dataset, columns: tuple[object, ...]) -> np.ndarray:
 
 
 def _read(
-    dataset: Dataset, rows: Sequence[int], columns: tuple[object, ...] | None = None
+    dataset: Dataset, rows: Sequence[int], columns: Columns | None = None
 ) -> Iterator[Mapping[object, object]]:
     """Rows by column; of a `datasets.Dataset` as they are stored, without its format or transform."""
     if not isinstance(dataset, datasets.Dataset):
-        yield from (_fields(dataset[row]) for row in rows)
+        for number in rows:
+            row = dataset[number]
+            if not isinstance(row, (Mapping, tuple, list)) and not hasattr(row, "ndim"):
+                row = getattr(row, "__dict__", row)
+            if isinstance(row, Mapping):
+                yield row
+            else:  # by position in a tuple, or as the one cell that it is
+                yield dict(enumerate(row if isinstance(row, (tuple, list)) else [row]))
         return
     names = [name for name in dataset.column_names if columns is None or name in columns]
     # a transform may draw, and encodes images anew: what is stored is the row
@@ -209,15 +204,6 @@ def _read(
     for table in cast(Iterable[pa.Table], stored.iter(_BATCH)):
         cells = (table.column(name).to_pylist() for name in names)
         yield from (dict(zip(names, row, strict=True)) for row in zip(*cells, strict=True))
-
-
-def _fields(row: object) -> Mapping[Any, object]:
-    """A row's cells by name, by position in a tuple, or as the one cell that it is."""
-    if isinstance(row, Mapping):
-        return row
-    if isinstance(row, (tuple, list)):
-        return dict(enumerate(row))
-    return dict(vars(row)) if hasattr(row, "__dict__") and not hasattr(row, "ndim") else {0: row}
 
 
 def _content(cell: object) -> bytes:
@@ -228,12 +214,12 @@ def _content(cell: object) -> bytes:
         array = np.empty(0, dtype=object)
         with contextlib.suppress(ValueError):  # rows of different lengths
             array = np.asarray(cell)
-        kinds = {**dict.fromkeys("biu", np.int64), "f": np.float32}
-        if array.dtype.kind in kinds:  # copies are often of another precision
-            shape = array.shape if array.size else 0  # an empty list has no dtype
-            kind = "f" if array.dtype.kind == "f" and array.size else "i"
-            with np.errstate(over="ignore"):
-                values = array.astype(kinds[array.dtype.kind]).tobytes()
-            return f"{kind}{shape}".encode() + values
+        if array.size == 0 and array.dtype != object:  # an empty list has no dtype
+            return b"i0"
+        if array.dtype.kind in "biuf":
+            real = array.dtype.kind == "f"
+            with np.errstate(over="ignore"):  # copies are often of another precision
+                values = array.astype(np.float32 if real else np.int64).tobytes()
+            return f"{'f' if real else 'i'}{array.shape}".encode() + values
         cell = cell.tolist() if isinstance(cell, np.ndarray) else cell
     return json.dumps(cell, sort_keys=True, default=repr).encode()

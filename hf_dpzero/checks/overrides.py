@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hf_dpzero.objectives.losses import PerExampleLoss
@@ -30,20 +30,23 @@ _LOSS = (
 )
 
 
-def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
+def warn_of_unused(
+    kind: type[Trainer], args: TrainingArguments, loss: PerExampleLoss | None
+) -> None:
     """Names in one warning what training does not use.
 
     A learning-rate scheduler in `optimizers=(None, scheduler)` is honoured in zeroth-order runs, and an
     overridden `create_scheduler` in all: learning rates are public.
 
     Args:
-      trainer: with its settings.
+      kind: of the trainer.
+      args: its settings.
       loss: `compute_per_example_loss`, or None.
 
     Raises:
       ValueError: a method that the accounting rests on is overridden; says what to use instead.
     """
-    args, kind, unused = trainer.args, type(trainer), []
+    unused = []
     for name, instead in INSTEAD.items():
         owner, above = overriding(kind, name)
         if owner and above:
@@ -106,20 +109,19 @@ def _check_losses(trainer: Trainer) -> None:
 
 
 def _check_optimizers(args: DPZeroConfig, optimizer: object, scheduler: LRScheduler | None) -> None:
-    method = args.method
     if optimizer is not None:
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         raise ValueError(
-            f"the optimizer {kind.__name__} with method={method!r} is not what the ledger would say: "
-            f"set {INSTEAD['create_optimizer'].removeprefix('set ')}. A schedule alone, "
+            f"the optimizer {kind.__name__} with method={args.method!r} is not what the ledger would "
+            f"say: set {INSTEAD['create_optimizer'].removeprefix('set ')}. A schedule alone, "
             "optimizers=(None, scheduler), is taken in zeroth-order runs."
         )
     if scheduler is None:
         return
     if args.first_order:
         raise ValueError(
-            f"a scheduler in optimizers= with method={method!r} sets the rates of an optimizer that is "
-            "not the run's: set lr_scheduler_type, or override create_scheduler."
+            f"a scheduler in optimizers= with method={args.method!r} sets the rates of an "
+            "optimizer that is not the run's: set lr_scheduler_type, or override create_scheduler."
         )
     if "metrics" in inspect.signature(scheduler.step).parameters:
         raise ValueError(
@@ -139,9 +141,10 @@ def overriding(kind: type, name: str) -> tuple[type | None, bool]:
       The first such class, or None; and whether it stands before all classes of hf_dpzero, so
       that its method is the one that runs.
     """
-    packages = [parent.__module__.split(".")[0] for parent in kind.__mro__]
-    ours = packages.index("hf_dpzero") if "hf_dpzero" in packages else len(packages)
-    for place, (parent, package) in enumerate(zip(kind.__mro__, packages, strict=True)):
+    above = True
+    for parent in kind.__mro__:
+        package = parent.__module__.split(".")[0]
+        above = above and package != "hf_dpzero"
         if package not in ("hf_dpzero", "transformers") and name in vars(parent):
-            return parent, place < ours
+            return parent, above
     return None, False

@@ -23,7 +23,7 @@ from hf_dpzero.checks.data import of_first_row
 from hf_dpzero.checks.invented_rows import InventedRows, at_nonzero_weights
 from hf_dpzero.checks.model import parameters_left_alone
 from hf_dpzero.checks.precision import couples_values, low_precision
-from hf_dpzero.checks.public_rows import NOT_TAKEN, first_row, is_ours, widths
+from hf_dpzero.checks.public_rows import NOT_TAKEN, evaluation_rows, is_ours
 from hf_dpzero.checks.smoke_test import ROOM, CoupledLosses, SmokeTest
 from hf_dpzero.estimators.arithmetic import uncompiled
 from hf_dpzero.estimators.offload import arriving_bytes
@@ -47,6 +47,9 @@ from hf_dpzero.run import Run
 from hf_dpzero.settings.schedules import smoothing_of_steps
 
 logger = logging.get_logger(__name__)
+
+_LOOKED_AT = 256
+"""Evaluation rows whose widths tell which widths are frequent."""
 
 ONE_BY_ONE = (
     "every example is evaluated by itself, which is slower. microbatch_size=1 says the same."
@@ -104,8 +107,8 @@ def _form(run: Run, shapes: PassShapes, first: Row) -> Row:
     Where no mask tells what its length is, an evaluation row's sizes are; without one, row 0's, and then
     all rows must have them (`PassShapes.row_sizes`).
     """
-    public = None if _widths_vary(shapes, first) else first_row(run)
-    return public if public is not None and forms.kind_of(public) == forms.kind_of(first) else first
+    public = [] if _widths_vary(shapes, first) else evaluation_rows(run, 1)
+    return public[0] if public and forms.kind_of(public[0]) == forms.kind_of(first) else first
 
 
 def invented_rows(run: Run, shapes: PassShapes) -> InventedRows:
@@ -120,13 +123,8 @@ def check_first_row(run: Run) -> None:
     Raises:
       ValueError: says what to look at; the loss is discarded.
     """
-    model = run.model
-    with (
-        parameters_left_alone(model),
-        evaluation_mode(model),
-        of_first_row("evaluated"),
-        uncompiled(model),
-    ):
+    model, words = run.model, of_first_row("evaluated")
+    with parameters_left_alone(model), evaluation_mode(model), words, uncompiled(model):
         _losses(run, run.evaluate, run.rows.collate_rows([0]))
 
 
@@ -182,7 +180,7 @@ def _placement(
     cost = placing.pass_cost(run.args.device.type, count, coarse, arriving_bytes(model))
     if forms.masked_shape(first) is None or shapes.collate_stacked is not None:
         return Placement(expected, sizes, {0: 1.0}, cost, tokens)
-    found = widths(run)
+    found = [forms.width_of(row) for row in evaluation_rows(run, _LOOKED_AT)]
     text = "input_ids" in first  # else sounds, whose widths are not tokens
     most, cut = (shapes.context_length, shapes.max_length) if text else (None, None)
     widest = min([n for n in (most, cut) if n is not None] + [placing.WIDEST])
@@ -210,13 +208,10 @@ def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | N
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     sizes, tokens = shapes.placement.sizes, None
     if args.microbatch_size is None:
-        dense = (
-            args.performance.per_example_gradients == "dense"
-            or args.mixed_precision != "no"
-            or rounds_products()
-        )
+        dense = args.performance.per_example_gradients == "dense" or rounds_products()
+        dense = args.first_order and (dense or args.mixed_precision != "no")
         # each process sees other free memory, and all must have the same passes
-        cap = placing.rows_that_fit(free, trained, dense and args.first_order)
+        cap = placing.rows_that_fit(free, trained, dense)
         sizes = placing.sizes_up_to(collectives.shared(cap))
 
     def losses(batch: Mapping[str, Tensor], seed: int = 0) -> Tensor:
@@ -238,9 +233,8 @@ def _tried_sizes(run: Run, shapes: PassShapes) -> tuple[tuple[int, ...], int | N
         logger.warning(f"{reason}, even in a batch of the same shape: {ONE_BY_ONE}")
         return (1,), None
     if args.microbatch_size is None:
-        fitting = placing.tokens_that_fit(
-            smoke.bytes, smoke.tokens, free, trained, args.first_order
-        )
+        seen = smoke.bytes, smoke.tokens
+        fitting = placing.tokens_that_fit(*seen, free, trained, args.first_order)
         # a power of two: what is free differs a little at each start, and passes should not
         tokens = collectives.shared(1 << (max(fitting, 1).bit_length() - 1))
     found = sizes
@@ -343,8 +337,5 @@ def blank_microbatch(run: Run) -> Mapping[str, Tensor]:
     if shapes.one_by_one:
         return dict(row)
     row = shapes.in_bucket(row)
-    blank, slots = (
-        forms.blank_like(row, shapes.padding_side),
-        shapes.placement.rows_of(forms.width_of(row), 0),
-    )
-    return dict(shapes.filled([blank], slots))
+    blank = forms.blank_like(row, shapes.padding_side)
+    return dict(shapes.filled([blank], shapes.placement.rows_of(forms.width_of(row), 0)))

@@ -96,13 +96,12 @@ def low_precision(model: nn.Module, args: DPZeroConfig) -> str:
       bf16 (from the arguments or from accelerate's configuration), tf32, half-precision or quantised
       weights in words; "" where all is float32.
     """
-    causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name, False)]
-    if not causes and getattr(args, "mixed_precision", "no") != "no":
+    causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name)]
+    if not causes and args.mixed_precision != "no":
         causes.append(f"mixed_precision={args.mixed_precision!r} (accelerate's configuration)")
     cause = low_precision_of(model)
-    if cause == PRODUCTS and "tf32=True" in causes:
-        cause = None  # said already
-    return " and ".join(causes if cause is None else [*causes, cause])
+    said = cause == PRODUCTS and args.tf32
+    return " and ".join(causes if cause is None or said else [*causes, cause])
 
 
 def low_precision_of(model: nn.Module) -> str | None:
@@ -121,8 +120,7 @@ def low_precision_of(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             return f"parameters that are not float32 ({name}, ...)"
-        kind = quantised_kind(parameter)
-        if kind is not None:
+        if (kind := quantised_kind(parameter)) is not None:
             return f"quantised parameters ({name}: {kind})"
     for name, buffer in model.named_buffers():
         half = buffer.is_floating_point() and buffer.element_size() < 4
@@ -196,7 +194,16 @@ def couples_values(model: nn.Module) -> str:
             if not _quantises_weights(settings):
                 return f"the quantization_config of {where} is not known to be of weights alone"
             known = True
-    return "" if known else _unknown_storage(model)
+    if known:
+        return ""
+    for name, parameter in model.named_parameters():
+        kind = quantised_kind(parameter)
+        if kind is not None and "Params4bit" not in kind and "Int8Params" not in kind:
+            return f"{name} is quantised ({kind}), and nothing says how activations are"
+    for name, buffer in model.named_buffers():
+        if type(buffer.data) is not Tensor or is_packed(buffer):
+            return f"{name} looks like packed weights, and nothing says how activations are"
+    return ""
 
 
 def _quantises_weights(settings: Mapping[str, object] | QuantizationConfigMixin) -> bool:
@@ -205,16 +212,3 @@ def _quantises_weights(settings: Mapping[str, object] | QuantizationConfigMixin)
     if method == "bitsandbytes":  # 8-bit layers are looked at one by one
         return True
     return method in _BY_WEIGHTS or (method == "quanto" and values.get("activations") is None)
-
-
-def _unknown_storage(model: nn.Module) -> str:
-    for name, parameter in model.named_parameters():
-        kind = quantised_kind(parameter)
-        if kind is not None and "Params4bit" not in kind and "Int8Params" not in kind:
-            return f"{name} is quantised ({kind}), and nothing says how activations are"
-    for name, buffer in model.named_buffers():
-        if type(buffer.data) is not Tensor or is_packed(buffer):
-            return (
-                f"{name} looks like packed weights, and nothing says how activations are quantised"
-            )
-    return ""

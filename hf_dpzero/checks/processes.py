@@ -22,16 +22,8 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.random_state import drawing_from, isolated_randomness
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import evaluation_mode, num_examples
-from hf_dpzero.parallel.collectives import (
-    STATED,
-    RankError,
-    active,
-    compare,
-    differing,
-    gather_numbers,
-    gather_objects,
-    shared,
-)
+from hf_dpzero.parallel import collectives
+from hf_dpzero.parallel.collectives import STATED, RankError, differing
 from hf_dpzero.perturbation.sharding import is_sharded, local
 from hf_dpzero.run import Dataset, Run
 from hf_dpzero.run_folder.keys import digest_of_rows
@@ -40,7 +32,10 @@ EVERY = 100
 """Steps between two comparisons of the weights. A comparison reads them once, a step at least six times
 (perturbed twice, evaluated twice, restored, updated), so it costs less than a part in 500 of a run."""
 
-_CODE = ("collate_each", "collate_stacked")
+_CODE = ("collate_each", "collate_stacked")  # bound methods, whose repr has an address
+COMPARED = 1000
+"""Rows that are compared, spread evenly; of those that are drawn anew at each access the number is."""
+
 LOOKED_AT = 16
 """Rows whose losses are compared, drawn at random: evenly spread ones may all be of one length."""
 
@@ -56,21 +51,16 @@ def check_same_rows(dataset: Dataset) -> None:
     Raises:
       ValueError: on all processes; names the ranks.
     """
-    if not active():
+    if not collectives.active():
         return
     rows = range(0, len(dataset), max(1, -(-len(dataset) // COMPARED)))
-    told = gather_objects((len(dataset), digest_of_rows(dataset, b"", rows)))
+    told = collectives.gather_objects((len(dataset), digest_of_rows(dataset, b"", rows)))
     if len(set(told)) > 1:
-        raise ValueError(f"{differing(told)} in the rows, their number or order: {_SAME_ROWS}")
-
-
-COMPARED = 1000
-"""Rows that are compared, spread evenly; of those that are drawn anew at each access the number is."""
-
-_SAME_ROWS = (
-    "every process must load the same rows in the same order, or a row could count once for each (an "
-    "unseeded shuffle or train_test_split?). Seed it, or prepare the data in one process and save it."
-)
+        raise ValueError(
+            f"{differing(told)} in the rows, their number or order: every process must load the same "
+            "rows in the same order, or a row could count once for each (an unseeded shuffle or "
+            "train_test_split?). Seed it, or prepare the data in one process and save it."
+        )
 
 
 def check_agreement(run: Run, header: Mapping[str, object]) -> None:
@@ -83,14 +73,11 @@ def check_agreement(run: Run, header: Mapping[str, object]) -> None:
     Raises:
       RankError: on all ranks; names the ranks, what differs, and what to do.
     """
-    if not active():
+    if not collectives.active():
         return
     shapes, split = run.shapes, run.mesh
-    fixed = (
-        None
-        if shapes is None
-        else [getattr(shapes, field.name) for field in fields(shapes) if field.name not in _CODE]
-    )
+    compared = fields(shapes) if shapes is not None else ()
+    fixed = [getattr(shapes, field.name) for field in compared if field.name not in _CODE]
     own = {f"setting {key}": digest_of(value) for key, value in header.items() if key not in STATED}
     own |= {key: digest_of(header[key]) for key in ("versions", "trainable", "plan")}
     own |= {
@@ -100,7 +87,7 @@ def check_agreement(run: Run, header: Mapping[str, object]) -> None:
         "device": machine(run.args.device),
         "weights": digest_model(run.model),
     }
-    compare(own)
+    collectives.compare(own)
     check_losses(run)
 
 
@@ -118,11 +105,10 @@ def check_losses(run: Run) -> None:
     Raises:
       RankError: on all ranks; before anything is written.
     """
-    if not active() or run.shapes is None or run.sharded:
+    if not collectives.active() or run.shapes is None or run.sharded:
         return
-    count, entropy = len(run.dataset), shared(secrets.randbits(100))
+    count, entropy = len(run.dataset), collectives.shared(secrets.randbits(100))
     rows = random.Random(entropy).sample(range(count), min(count, LOOKED_AT))
-    objective = run.evaluate
     with drawing_from(entropy):
         parts = run.shapes.microbatches(rows)
         again = run.shapes.microbatches(rows)
@@ -130,10 +116,10 @@ def check_losses(run: Run) -> None:
     with evaluation_mode(run.model):
         for part in parts:
             with isolated_randomness(entropy):
-                losses = objective.comparison_loss(run.model, part)[: num_examples(part)]
+                losses = run.evaluate.comparison_loss(run.model, part)[: num_examples(part)]
             digest.update(losses.detach().float().cpu().numpy().tobytes())
-    if not any(gather_numbers(int(_bytes(again) != _bytes(parts)))):
-        compare({"losses": digest.hexdigest()})
+    if not any(collectives.gather_numbers(int(_bytes(again) != _bytes(parts)))):
+        collectives.compare({"losses": digest.hexdigest()})
 
 
 def _bytes(parts: Iterable[Mapping[str, Tensor]]) -> bytes:
@@ -149,8 +135,10 @@ def check_strategy(differences: FiniteDifferences) -> None:
     Raises:
       RankError: on all ranks.
     """
-    if active():
-        compare({"strategy": f"{differences.strategy}, {differences.prefix is not None}"})
+    if collectives.active():
+        collectives.compare(
+            {"strategy": f"{differences.strategy}, {differences.prefix is not None}"}
+        )
 
 
 def check_weights(run: Run, step: int | None = None) -> None:
@@ -167,17 +155,17 @@ def check_weights(run: Run, step: int | None = None) -> None:
     Raises:
       RankError: on all ranks; before the step releases anything.
     """
-    if not active():
+    if not collectives.active():
         return
     if step is not None and step % EVERY and run.compared:
         return
     run.compared = True
     run.method.settle_()
     own = replicated(run, step)
-    if len(set(gather_numbers(number_of(list(own.values()))))) == 1:
+    if len(set(collectives.gather_numbers(number_of(list(own.values()))))) == 1:
         return
     when = "at the end" if step is None else f"before step {step}"
-    told = {what: gather_numbers(number) for what, number in own.items()}
+    told = {what: collectives.gather_numbers(number) for what, number in own.items()}
     found = [f"{differing(t)} in the {what} {when}" for what, t in told.items() if len(set(t)) > 1]
     raise RankError(
         f"{'; '.join(found)}: something wrote into them besides training (a callback on one rank?), or "

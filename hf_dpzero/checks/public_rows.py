@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 from transformers.utils import logging
 
-from hf_dpzero.batches.shapes import Row, width_of
+from hf_dpzero.batches.logical_batch import Rows
+from hf_dpzero.batches.shapes import Row
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -25,7 +27,6 @@ logger = logging.get_logger(__name__)
 NOT_TAKEN = (RuntimeError, ValueError, LookupError, TypeError)
 """What an objective raises for rows that are not of its form."""
 
-_LOOKED_AT = 256
 _ULPS = 4.0  # differences below so many units in the last place of the loss are mostly rounding
 
 
@@ -51,51 +52,31 @@ def leaving_out(what: str) -> Iterator[None]:
 
 def public_microbatches(run: Run) -> list[Mapping[str, Tensor]]:
     """A few rows of eval_dataset, or random tokens, in passes of the run; those with most rows first."""
-    evaluation, tokens = run.evaluation, dict[str, Tensor]()
-    if evaluation is None:
+    if run.evaluation is None:
         tokens = precision_diagnostics.random_tokens(run.probe(), run.model) or {}
-        count = precision_diagnostics.ROWS if tokens else 0
+        drawn = [dict(zip(tokens, row, strict=True)) for row in zip(*tokens.values(), strict=True)]
+        rows = Rows(drawn, default_collate)
     else:
-        count = min(precision_diagnostics.ROWS, len(evaluation))
-
-    def rows(chosen: list[int]) -> Mapping[str, Tensor]:
-        if evaluation is None:
-            return {name: value[chosen] for name, value in tokens.items()}
-        return run.rows_of(evaluation).collate_rows(chosen)
-
-    def each(chosen: list[int]) -> list[Row]:
-        if evaluation is None:
-            return [rows([i]) for i in chosen]
-        return run.rows_of(evaluation).collate_each(chosen)
-
+        rows = run.rows_of(run.evaluation)
+    chosen = list(range(min(precision_diagnostics.ROWS, len(rows.dataset))))
     if run.shapes is None:
         size = run.args.physical_batch_size
-        return [rows(list(range(i, min(i + size, count)))) for i in range(0, count, size)]
+        return [rows.collate_rows(chosen[i : i + size]) for i in chosen[::size]]
     shapes = dataclasses.replace(
-        run.shapes, collate_stacked=None, row_signature=None, collate_each=each
+        run.shapes, collate_stacked=None, row_signature=None, collate_each=rows.collate_each
     )
-    return sorted(shapes.microbatches(range(count)), key=num_examples, reverse=True)
+    return sorted(shapes.microbatches(chosen), key=num_examples, reverse=True)
 
 
-def _evaluation_rows(run: Run, most: int) -> list[Row]:
+def evaluation_rows(run: Run, most: int) -> list[Row]:
     """Evaluation rows, evenly spread, each collated alone; [] where there are none that can be."""
-    evaluation = run.evaluation
     with leaving_out("evaluation rows were not looked at"):
-        if evaluation is not None:
-            count = min(len(evaluation), most)
-            chosen = [i * len(evaluation) // count for i in range(count)]
-            return run.rows_of(evaluation).collate_each(chosen)
+        if run.evaluation is not None:
+            size = len(run.evaluation)
+            count = min(size, most)
+            chosen = [i * size // count for i in range(count)]
+            return run.rows_of(run.evaluation).collate_each(chosen)
     return []
-
-
-def widths(run: Run) -> list[int]:
-    """Columns of the masks of up to 256 evaluation rows; [] where there are none."""
-    return [width_of(row) for row in _evaluation_rows(run, _LOOKED_AT)]
-
-
-def first_row(run: Run) -> Row | None:
-    """The first evaluation row, collated alone; None where there is none that can be."""
-    return next(iter(_evaluation_rows(run, 1)), None)
 
 
 def public_microbatch(run: Run) -> Mapping[str, Tensor] | None:
@@ -118,12 +99,8 @@ def check_finite(run: Run) -> None:
     Raises:
       ValueError: says what to look at.
     """
-    losses = list[Tensor]()
-    with (
-        leaving_out("losses of public rows were not looked at"),
-        isolated_randomness(),
-        evaluation_mode(run.model),
-    ):
+    losses, what = list[Tensor](), "losses of public rows were not looked at"
+    with leaving_out(what), isolated_randomness(), evaluation_mode(run.model):
         for part in public_microbatches(run)[:2]:
             losses.append(run.evaluate(run.model, part)[: num_examples(part)])
     if losses and not torch.cat(losses).isfinite().any():

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.batches.placement import PassBytes, measured
+from hf_dpzero.batches.placement import PassBytes, hooked, innermost, measured
 from hf_dpzero.batches.shapes import Row, blank_like, shape_of, stacked, unmasked, width_of
 from hf_dpzero.checks.invented_rows import InventedRows
 from hf_dpzero.objectives.losses import base_model, is_compiled
@@ -80,7 +80,7 @@ class SmokeTest:
         """
         narrow = self.rows.narrow()
         with measured(self.model) as self.bytes:
-            alone = self._evaluated([narrow])
+            alone = self.losses(narrow)
         self.tokens, found = max(width_of(narrow), 1), ""
         of_narrow = {1: _bounds(alone)}
         self.probes = [of_narrow, *self._narrow_layers(sizes, float(alone.abs()))]
@@ -88,12 +88,12 @@ class SmokeTest:
             if size == 1:
                 continue
             wide = self.rows.wide(size)
-            single = self._evaluated([wide])
+            single = self.losses(wide)
             of_wide = {1: _bounds(single)}
             self.probes.append(of_wide)
             for probe, row, by_itself in ((of_narrow, narrow, alone), (of_wide, wide, single)):
                 with measured(self.model) as taken, looked_at(self.model, size) as copied:
-                    placed = self._evaluated([row] * size)
+                    placed = self.losses(stacked([row] * size))
                 tokens = size * max(width_of(row), 1)
                 if taken.largest * self.tokens > self.bytes.largest * tokens:
                     self.bytes, self.tokens = taken, tokens  # the costliest pass, by the token
@@ -102,7 +102,7 @@ class SmokeTest:
                 if not placed.isfinite().all():
                     found = found or "the loss of an invented row is NaN or infinite"
                 found = found or self._beside_others(row, placed, copied)
-        if _same(self._evaluated([narrow]), alone):
+        if _same(self.losses(narrow), alone):
             return found
         if torch.are_deterministic_algorithms_enabled():
             raise CoupledLosses(COUPLED.format("before and after other examples were seen"))
@@ -119,9 +119,6 @@ class SmokeTest:
                 moves.append(float(apart.norm(dim=1).max()))
         return max(moves)
 
-    def _evaluated(self, rows: Sequence[Row]) -> Tensor:
-        return self.losses(stacked(rows))
-
     def _check_rounding(self, losses: Tensor, reference: Tensor, where: str) -> None:
         """Refuses what moves a loss by more than rounding does."""
         share, least = (5e-2, 2e-2) if self.coarse else (1e-3, 1e-4)
@@ -133,7 +130,7 @@ class SmokeTest:
         size = len(placed)
         others = [blank_like(row, self.rows.side), *self._others(row, size - 2)]
         with looked_at(self.model, size) as seen, _loud(self.model, size):
-            losses = self._evaluated([*others[: size - 1], row])
+            losses = self.losses(stacked([*others[: size - 1], row]))
         self._check_rounding(
             losses[-1:], placed[-1:], "beside copies of itself and beside other examples"
         )
@@ -191,19 +188,6 @@ def _bounds(placed: Tensor) -> tuple[Tensor, Tensor]:
     return placed.double().amin().view(1, 1), placed.double().amax().view(1, 1)
 
 
-Hook = Callable[[nn.Module, tuple[Tensor, ...], object], object]
-
-
-@contextlib.contextmanager
-def _hooked(modules: Iterable[nn.Module], hook: Hook) -> Iterator[None]:
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @contextlib.contextmanager
 def looked_at(model: nn.Module, rows: int) -> Iterator[list[Tensor]]:
     """Copies, inside, of what innermost modules return for the last row of a pass, in order."""
@@ -216,8 +200,7 @@ def looked_at(model: nn.Module, rows: int) -> Iterator[list[Tensor]]:
         if output.shape[0] % rows == 0:
             seen.append(output.detach().reshape(rows, -1)[-1].clone())
 
-    innermost = [m for m in model.modules() if next(m.children(), None) is None]
-    with _hooked([] if is_compiled(model) else innermost, look):  # compiled code calls no hooks
+    with hooked([] if is_compiled(model) else innermost(model), look):  # compiled code calls none
         yield seen
 
 
@@ -238,7 +221,7 @@ def _loud(model: nn.Module, rows: int) -> Iterator[None]:
     tokens: list[nn.Module] = []
     with contextlib.suppress(AttributeError, NotImplementedError):  # a model without tokens
         tokens = [base_model(model).get_input_embeddings()]  # type: ignore[operator]
-    with _hooked([] if is_compiled(model) else tokens, scale):
+    with hooked([] if is_compiled(model) else tokens, scale):
         yield
 
 

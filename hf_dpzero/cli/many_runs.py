@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from hf_dpzero.cli.options import Compare, Federate, Sweep
 from hf_dpzero.ledger.log_file import LedgerError
@@ -21,9 +21,6 @@ from hf_dpzero.recipes.recipe import (
 from hf_dpzero.reporting.wording import round_up
 from hf_dpzero.values import listed
 
-if TYPE_CHECKING:
-    from hf_dpzero.federated.flower import FlowerTransport
-
 ENGINES = ("flower", "in_process")
 _T = TypeVar("_T")
 
@@ -37,13 +34,10 @@ def run_compare(arguments: Compare) -> None:
     recipes, words = arguments.recipes, arguments.overrides
     if len(recipes) != 1:
         raise ValueError(f"{' '.join(recipes)}: give one recipe; others are named in --methods.")
-    runs = build_grid(
-        recipes[0],
-        methods=items_of("methods", arguments.methods, str),
-        epsilons=items_of("epsilons", arguments.epsilons, float),
-        seeds=items_of("seeds", arguments.seeds, int),
-        overrides=words,
-    )
+    methods = items_of("methods", arguments.methods, str)
+    epsilons = items_of("epsilons", arguments.epsilons, float)
+    seeds = items_of("seeds", arguments.seeds, int)
+    runs = build_grid(recipes[0], methods=methods, epsilons=epsilons, seeds=seeds, overrides=words)
     folder = Path(arguments.output_dir or f"out/compare-{Path(recipes[0]).stem}")
     record = compare(
         folder,
@@ -88,10 +82,8 @@ def run_sweep(arguments: Sweep) -> None:
 
     grid = sweep.parse_grid(arguments.grid or [], arguments.grid_file)
     size, mean = math.prod(len(values) for values in grid.values()), arguments.mean_trials
-    folder = arguments.output_dir
-    if folder is None:
-        own = str(read_recipe(arguments.recipe).get("output_dir", "out/run")).rstrip("/")
-        folder = f"{own}-sweep"
+    own = str(read_recipe(arguments.recipe).get("output_dir", "out/run")).rstrip("/")
+    folder = arguments.output_dir or f"{own}-sweep"
     settings = sweep.SweepSettings(
         recipe=arguments.recipe,
         overrides=coerce_fields(parse_overrides(arguments.overrides), COMMAND_LINE),
@@ -106,10 +98,9 @@ def run_sweep(arguments: Sweep) -> None:
     print(sweep_outputs.statement(settings, prepared))
     print(f"grid: {len(settings.points)} settings of {', '.join(settings.grid)}")
     if prepared.epsilon_one_run is not None:
-        print(
-            f"epsilon of one run alone {round_up(prepared.epsilon_one_run)}, noise multiplier of every "
-            f"trial {prepared.noise_multiplier:.6g}"
-        )
+        one = round_up(prepared.epsilon_one_run)
+        noise = f"noise multiplier of every trial {prepared.noise_multiplier:.6g}"
+        print(f"epsilon of one run alone {one}, {noise}")
     if arguments.dry_run:
         return
     try:
@@ -147,11 +138,11 @@ def run_federate(arguments: Federate) -> None:
         rounds=arguments.rounds,
         participation=arguments.participation,  # type: ignore[arg-type] # checked by local_plan
     )
-    if arguments.output_dir is None:
+    named = arguments.output_dir
+    if named is None:
         own = str(load_recipe(recipe, arguments.overrides).training.output_dir)
-        folder = Path(own.rstrip("/") + "-federated").absolute()
-    else:
-        folder = Path(arguments.output_dir).absolute()
+        named = own.rstrip("/") + "-federated"
+    folder = Path(named).absolute()
     settings.load(folder)  # refuses before anything is loaded
     if (folder / LEDGER_NAME).exists() and not arguments.resume:
         raise LedgerError(
@@ -167,12 +158,9 @@ def run_federate(arguments: Federate) -> None:
     side = Side.build(settings, folder)
     server = ServerRun(side, folder, resume=arguments.resume)
 
-    def serve(transport: FlowerTransport) -> None:
-        server.run(transport, min_clients=arguments.min_clients)
-
     try:
         flower.simulate(
-            serve,
+            lambda transport: server.run(transport, min_clients=arguments.min_clients),
             flower.simulated_clients(settings, str(folder)),
             num_clients=settings.clients,
             timeout=arguments.timeout,

@@ -102,9 +102,7 @@ class Compare(Options):
         "a list, such as 2,6; default the recipe's target_epsilon", nargs="+", metavar="E"
     )
     seeds: list[str] | None = _option(
-        "a list: of the few-shot draw, weights, directions; default the recipe's",
-        nargs="+",
-        metavar="SEED",
+        "a list: of few-shot draw, weights, directions; the recipe's", nargs="+", metavar="SEED"
     )
     output_dir: str | None = _option("continued if it exists; default out/compare-RECIPE")
     jobs: int = _option("runs at once, each with its share of the cores", 1)
@@ -118,9 +116,7 @@ class Sweep(Options):
 
     recipe: str = _option(_RECIPE, positional=True)
     grid: list[str] | None = _option(
-        "a field and the values to try; repeat for more fields",
-        action="append",
-        metavar="FIELD=V,V",
+        "a field and its values; repeat for more fields", action="append", metavar="FIELD=V,V"
     )
     grid_file: str | None = _option("YAML file of `field: [value, value]` (see configs/sweep)")
     tuning: str = _option(
@@ -134,12 +130,8 @@ class Sweep(Options):
         "random",
     )
     mean_trials: float | None = _option("expected number of trials; default the grid's size")
-    metric: str | None = _option(
-        "result that scores a trial, such as eval_accuracy; default the task's"
-    )
-    output_dir: str | None = _option(
-        "the sweep's folder; default the recipe's with -sweep behind it"
-    )
+    metric: str | None = _option("what scores a trial, such as eval_accuracy; default the task's")
+    output_dir: str | None = _option("the sweep's folder; default the recipe's and -sweep")
     dry_run: bool = _option("only print the plan and its cost", False)
 
 
@@ -168,9 +160,7 @@ class Push(Options):
 class Federate(Options):
     """Train one recipe on clients with their own rows and their own local noise."""
 
-    recipe: str = _option(
-        f"{_RECIPE}; its expected_batch_size is all clients' together", positional=True
-    )
+    recipe: str = _option(f"{_RECIPE}; its batch is all clients' together", positional=True)
     clients: int = _option("n; each gets every n-th row", 2)
     rounds: int | None = _option("R; default the recipe's max_steps")
     participation: str = _option(
@@ -178,14 +168,10 @@ class Federate(Options):
         "round, which needs --neighboring_relation replace_one",
         "sampled",
     )
-    output_dir: str | None = _option(
-        "the run's folder; default the recipe's with -federated behind it"
-    )
+    output_dir: str | None = _option("the run's folder; default the recipe's and -federated")
     resume: bool = _option("go on with the ledgers in output_dir", False)
     min_clients: int = _option("wait until so many are there", 1)
-    timeout: float = _option(
-        "seconds for the answers of a round; slower clients are left out", 120.0
-    )
+    timeout: float = _option("seconds for a round's answers; slower clients are left out", 120.0)
     engine: str = _option(
         "flower (default): clients in other processes; in_process: the same messages without Flower",
         "flower",

@@ -43,10 +43,20 @@ def run_plan(arguments: Plan) -> None:
                 return _print_checks(recipe.training, arguments.json)
             privacy, sections = _of_recipe(recipe, arguments.num_examples)
         else:
-            _check_given(arguments, given)
+            if arguments.checks:
+                raise ValueError("--checks are those of a run: give --recipe RECIPE.")
+            if arguments.num_examples is None:
+                raise ValueError(
+                    "num_examples is missing; give --num_examples N, or --recipe FILE."
+                )
+            needed = ["max_steps"]
+            needed += ["expected_batch_size"] * (given.get("sampling") != "full_batch")
+            for name in needed:  # no setting has a default for them
+                if name not in given:
+                    raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
             settings = {"clip": 1.0, **given, "output_dir": scratch, "model_name_or_path": "any"}
             config = build_recipe([], {"use_cpu": True, **settings}, COMMAND_LINE).training
-            privacy = _of_settings(config, config.plan(arguments.num_examples or 0))
+            privacy = _of_settings(config, config.plan(arguments.num_examples))
             if "clip" not in given:  # then noise has no unit, and no rate is chosen for it
                 privacy = {k: v for k, v in privacy.items() if k not in ("chosen", "learning_rate")}
     if arguments.json:
@@ -64,18 +74,6 @@ def run_plan(arguments: Plan) -> None:
         from hf_dpzero.experiments.plan import print_sections
 
         print_sections(sections)
-
-
-def _check_given(arguments: Plan, given: Mapping[str, object]) -> None:
-    """Refuses a plan without a recipe that lacks what no setting has a default for."""
-    if arguments.checks:
-        raise ValueError("--checks are those of a run: give --recipe RECIPE.")
-    if arguments.num_examples is None:
-        raise ValueError("num_examples is missing; give --num_examples N, or --recipe FILE.")
-    drawn = given.get("sampling") != "full_batch"
-    for name in ("max_steps", *["expected_batch_size"] * drawn):
-        if name not in given:
-            raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
 
 
 def _print_checks(args: DPZeroConfig, as_json: bool) -> None:
@@ -100,11 +98,18 @@ def _print_checks(args: DPZeroConfig, as_json: bool) -> None:
 
 
 def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
-    """Returns `_facts` of a plan, and what is chosen for it; without privacy epsilon is infinite."""
+    """Returns `_facts` of a plan, and what is chosen for it; without privacy epsilon is infinite.
+
+    The first rate stands there if it is `chosen`.
+    """
     if config.not_private:
         return {**_setting(plan), "epsilon": math.inf, "delta": None, "private": False}
-    delta = config.delta(plan.sampler.num_examples)
-    return {**_facts(plan, delta, config.target_epsilon), **_chosen(config, plan)}
+    from hf_dpzero.settings.defaults import learning_rate
+
+    facts = _facts(plan, config.delta(plan.sampler.num_examples), config.target_epsilon)
+    if "learning_rate" in config.chosen and plan.private:
+        facts["learning_rate"] = learning_rate(plan, config.lr_scheduler_type)
+    return facts | ({"chosen": sorted(config.chosen)} if config.chosen else {})
 
 
 def _of_recipe(recipe: Recipe, num_examples: int | None) -> tuple[Section, Mapping[str, Section]]:
@@ -116,27 +121,11 @@ def _of_recipe(recipe: Recipe, num_examples: int | None) -> tuple[Section, Mappi
 
     known, args = overview(recipe, num_examples), recipe.training
     facts: Section = {"method": args.method, "num_examples_from": known.rows.source}
-    if known.plan is None:
-        facts |= {
-            "num_examples": None,
-            "expected_batch_size": args.expected_batch_size,
-            "sampling": args.sampling,
-            "epsilon": None,
-            "missing": known.rows.source,
-        }
-    else:
-        facts |= _of_settings(args, known.plan)
+    if known.plan is not None:
+        return facts | _of_settings(args, known.plan), known.sections
+    facts |= {"num_examples": None, "expected_batch_size": args.expected_batch_size}
+    facts |= {"sampling": args.sampling, "epsilon": None, "missing": known.rows.source}
     return facts, known.sections
-
-
-def _chosen(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
-    """Returns which settings are `chosen` for the run; and its first rate, if that is one of them."""
-    from hf_dpzero.settings.defaults import learning_rate
-
-    found: Section = {"chosen": sorted(config.chosen)} if config.chosen else {}
-    if "learning_rate" in config.chosen and plan.private:
-        found = {"learning_rate": learning_rate(plan, config.lr_scheduler_type), **found}
-    return found
 
 
 def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> Section:

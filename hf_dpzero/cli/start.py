@@ -36,14 +36,12 @@ def run_init(arguments: Init) -> None:
     from hf_dpzero.tasks.rows import read_rows
 
     epsilon, delta = arguments.target_epsilon, arguments.target_delta
-    DPZeroConfig(
-        use_cpu=True, target_epsilon=epsilon, target_delta=delta
-    )  # refuses impossible ones
+    # Refuses impossible ones.
+    DPZeroConfig(use_cpu=True, target_epsilon=epsilon, target_delta=delta)
     train, public = arguments.train_file, arguments.validation_file
     rows = read_rows(Path(train))
-    columns = detect_columns(
-        rows, arguments.text_column, arguments.text_pair_column, arguments.label_column
-    )
+    named = arguments.text_column, arguments.text_pair_column, arguments.label_column
+    columns = detect_columns(rows, *named)
     if public is not None:
         if Path(public).is_file() and filecmp.cmp(train, public, shallow=False):
             raise ValueError(
@@ -61,9 +59,9 @@ def run_init(arguments: Init) -> None:
         num_examples=len(rows),
         train_file=train,
         validation_file=public,
+        model=arguments.model,
         target_epsilon=epsilon,
         target_delta=delta,
-        model=arguments.model,
     )
     suffix = ".py" if arguments.script else ".yaml"
     target = Path(arguments.output or f"{Path(train).stem}{suffix}")

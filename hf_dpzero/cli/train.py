@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,8 @@ from hf_dpzero.cli.options import Evaluate, Train
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.privacy.words import schedule_curves
+from hf_dpzero.recipes import build
 from hf_dpzero.recipes.adapters import ADAPTER_FILE
-from hf_dpzero.recipes.build import (
-    build_trainer,
-    check_context,
-    load_trained,
-    refuse_rows_of,
-    refuse_training_texts,
-    with_kept_column,
-)
 from hf_dpzero.recipes.recipe import (
     Recipe,
     coerce_fields,
@@ -46,9 +40,9 @@ ZERO_SHOT = "zero-shot: no training row was used"
 def run_train(arguments: Train) -> None:
     """Trains as the recipe and the overrides say and leaves everything in its output_dir."""
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    named = recipe.training.resume_from_checkpoint  # alone on a command line it is "true": the last
-    word = (named or "false").lower()
-    resume = {"true": True, "false": None}.get(word, named)
+    named = recipe.training.resume_from_checkpoint or "false"
+    # Alone on a command line it is "true": the last checkpoint.
+    resume = {"true": True, "false": None}.get(named.lower(), named)
     folder = recipe.output_dir
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir={str(folder)!r} is a file; give a folder.")
@@ -68,7 +62,7 @@ def run_train(arguments: Train) -> None:
         from transformers.utils import logging
 
         logging.get_logger(__name__).warning(unused)
-    trainer = build_trainer(recipe)
+    trainer = build.build_trainer(recipe)
     _train(trainer, recipe, resume)
     if trainer.is_world_process_zero():
         print(trainer.privacy_report())
@@ -99,8 +93,8 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
         trainer.save_model()
     trainer.save_state()
     evaluated = trainer.evaluate()
-    samples = {"train_samples": trainer.plan.sampler.num_examples}
-    trained = {**output.metrics, **meter.metrics(), **samples}
+    trained = {**output.metrics, **meter.metrics()}
+    trained["train_samples"] = trainer.plan.sampler.num_examples
     for split, metrics in (("zero_shot", zero_shot), ("train", trained), ("eval", evaluated)):
         trainer.log_metrics(split, metrics)
         trainer.save_metrics(split, metrics)
@@ -131,12 +125,10 @@ def run_evaluate(arguments: Evaluate) -> None:
     overrides = parse_overrides(arguments.overrides)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
-        keys = ("model_name_or_path", "model_revision")
-        written = {k: v for k, v in read_recipe(arguments.recipe).items() if k in keys}
         # The base is what the file names: the command line may name a trained model instead.
-        named = coerce_fields(written, str(arguments.recipe))
-        base = named.get("model_name_or_path", "")
-        own = Origin.of(base, named.get("model_revision"))
+        written = coerce_fields(dict(read_recipe(arguments.recipe)), arguments.recipe)
+        base = written.get("model_name_or_path", "")
+        own = Origin.of(base, written.get("model_revision"))
         statement = privacy_statement(recipe, own)
         if arguments.zero_shot and statement != ZERO_SHOT:
             raise ValueError(
@@ -144,16 +136,17 @@ def run_evaluate(arguments: Evaluate) -> None:
                 f"{statement}"
             )
         task = build_task(recipe.data)
-        refuse_training_texts(task)
+        build.refuse_training_texts(task)
         # The private rows may be others: those of the recipe's file, or of the recipe beside the model.
-        others = []
+        rows = attrgetter(
+            "task", "dataset_name", "dataset_config_name", "train_file", "validation_file"
+        )
         for file in (Path(arguments.recipe), Path(recipe.model.model_name_or_path) / RECIPE_FILE):
+            other = None
             with contextlib.suppress(OSError, ValueError):  # a recipe of rows that are not here
-                others.append(load_recipe(file, {"output_dir": scratch}).data)
-        rows = ("task", "dataset_name", "dataset_config_name", "train_file", "validation_file")
-        for other in others:
-            if any(getattr(other, name) != getattr(recipe.data, name) for name in rows):
-                refuse_rows_of(other, task)
+                other = load_recipe(file, {"output_dir": scratch}).data
+            if other is not None and rows(other) != rows(recipe.data):
+                build.refuse_rows_of(other, task)
         metrics = _evaluate(recipe, task, base, quiet=arguments.json)
     results = {**metrics, "privacy": statement}
     if "output_dir" in overrides:
@@ -208,10 +201,10 @@ def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str
 
     from hf_dpzero.training.publishing import PublishingTrainer
 
-    model, tokenizer = load_trained(recipe.model, task, base)
-    check_context(model, recipe)
+    model, tokenizer = build.load_trained(recipe.model, task, base)
+    build.check_context(model, recipe)
     encoded = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")
-    rows = with_kept_column(encoded, task, recipe.data.keep_column)["validation"]
+    rows = build.with_kept_column(encoded, task, recipe.data.keep_column)["validation"]
     trainer = PublishingTrainer(
         model=model,
         args=recipe.training,

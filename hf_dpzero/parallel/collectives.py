@@ -65,7 +65,7 @@ class _Stop:
 
 stop = _Stop()
 _sent = 0
-_control: tuple[Any, Any] = (None, None)
+_control: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
 """The default group; the group of the CPU's tensors."""
 
 
@@ -78,7 +78,7 @@ def sent_bytes() -> int:
     return _sent
 
 
-def control_group(seconds: float = 1800.0) -> Any:
+def control_group(seconds: float = 1800.0) -> dist.ProcessGroup | None:
     """The gloo group of all processes, for tensors on the CPU; None in one.
 
     Args:
@@ -159,13 +159,12 @@ def sum_checked(values: Sequence[N], digest: int, what: str) -> list[N]:
     return total
 
 
-def differing(told: Sequence[Any]) -> str:
+def differing(told: Sequence[object]) -> str:
     """Words for the ranks whose value is not the most frequent one (of two such rank 0's)."""
     most = max(told, key=list(told).count)
-    others = [rank for rank, value in enumerate(told) if value != most]
-    like = next(rank for rank, value in enumerate(told) if value == most)
-    plural = "ranks {} differ" if len(others) > 1 else "rank {} differs"
-    return f"{plural.format(', '.join(map(str, others)))} from rank {like}"
+    others = [str(rank) for rank, value in enumerate(told) if value != most]
+    who = f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(others)} differ"
+    return f"{who} from rank {list(told).index(most)}"
 
 
 def gather_numbers(value: int) -> list[int]:
@@ -178,7 +177,7 @@ def gather_numbers(value: int) -> list[int]:
     return [int(one) for one in told]
 
 
-def gather_blocks(block: torch.Tensor, group: Any) -> list[torch.Tensor]:
+def gather_blocks(block: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """Tensors on the CPU of one shape, of every process of a group, in the order of its ranks.
 
     Args:
@@ -216,12 +215,10 @@ def numbers_of_main(make: Callable[[], Sequence[float]], count: int) -> tuple[fl
     """
     if not active():
         return tuple(make())
-    values = torch.zeros(count, dtype=torch.float64)
-    if is_main():
-        made = torch.tensor(list(make()), dtype=torch.float64)
-        assert made.shape == values.shape, f"{len(made)} values made, {count} expected"
-        values = made
-    if count:
+    made = list(make()) if is_main() else [0.0] * count
+    assert len(made) == count, f"{len(made)} values made, {count} expected"
+    values = torch.tensor(made, dtype=torch.float64)
+    if count:  # gloo refuses a tensor without elements
         broadcast_(values)
     return tuple(values.tolist())
 
@@ -274,7 +271,7 @@ def gather_objects(value: T) -> list[T]:
     """A value of each process, by rank; pickled."""
     if not active():
         return [value]
-    told: list[Any] = [None] * dist.get_world_size()
+    told = [value] * dist.get_world_size()
     with exchanging():
         dist.all_gather_object(told, value, group=control_group())
     return told
@@ -292,16 +289,16 @@ def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:
     """
     if not active():
         return main()
-    result, failure = None, None
+    result, failure = [], None
     if dist.get_rank() == 0:
         try:
-            result = main()
+            result.append(main())
         except Exception as error:
             failure = error
     failure = shared(failure)
     if failure is not None:
         raise failure
-    return result if dist.get_rank() == 0 else others()  # type: ignore[return-value]
+    return result[0] if result else others()
 
 
 def wait() -> None:
@@ -342,10 +339,9 @@ def compare(own: Mapping[str, str]) -> None:
       RankError: on all ranks.
     """
     told = gather_objects(dict(own))
-    keys = dict.fromkeys(key for one in told for key in one)
     found = [
         f"{differing(values)} in the {STATED.get(key) or f'{key}: give the same'}"
-        for key in keys
+        for key in dict.fromkeys(key for one in told for key in one)
         if len(set(values := [one.get(key, "") for one in told])) > 1
     ]
     if found:

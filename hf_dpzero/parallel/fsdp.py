@@ -86,7 +86,14 @@ def uses_fsdp2(accelerator: Accelerator, model: Any, args: DPZeroConfig) -> bool
             "parts): pass the whole model, and have it cut by `accelerate launch --config_file "
             f"{_CONFIG}` or TrainingArguments(fsdp=True)."
         )
-    plugin = getattr(accelerator.state, "fsdp_plugin", None) or _plugin_on_cpus(accelerator, args)
+    plugin: FullyShardedDataParallelPlugin | None = getattr(accelerator.state, "fsdp_plugin", None)
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or args.fsdp
+    if plugin is None and collectives.active() and asked:
+        # Accelerate leaves the settings aside where processes are on CPUs.
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
+        accelerator.state.fsdp_plugin = plugin
     if plugin is None:
         return False
     _check_settings(plugin, args)
@@ -96,28 +103,12 @@ def uses_fsdp2(accelerator: Accelerator, model: Any, args: DPZeroConfig) -> bool
     return True
 
 
-def _plugin_on_cpus(
-    accelerator: Accelerator, args: DPZeroConfig
-) -> FullyShardedDataParallelPlugin | None:
-    """Returns FSDP's settings where Accelerate leaves them aside: processes on CPUs."""
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not collectives.active() or not (asked or args.fsdp):
-        return None
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
-    accelerator.state.fsdp_plugin = plugin
-    return plugin
-
-
 def _check_settings(plugin: FullyShardedDataParallelPlugin, args: DPZeroConfig) -> None:
-    offloads = plugin.cpu_offload and type(plugin.cpu_offload).__name__ != "OffloadPolicy"
     strategy = args.performance.perturbation_strategy
     whole = "needs whole parameters, and FSDP keeps parts of them"
-    even = getattr(args.accelerator_config, "even_batches", True)
     refused = (
         (
-            offloads,
+            plugin.cpu_offload and type(plugin.cpu_offload).__name__ != "OffloadPolicy",
             "fsdp_offload_params (cpu_offload) keeps parts in the CPU's memory, from where they are "
             "copied while the next perturbation may already be written: set it to false, and take more "
             "processes or a model in bfloat16.",
@@ -139,7 +130,7 @@ def _check_settings(plugin: FullyShardedDataParallelPlugin, args: DPZeroConfig) 
             f"performance.perturbation_strategy={strategy!r} {whole}: use 'whole_model'.",
         ),
         (
-            not even,
+            not getattr(args.accelerator_config, "even_batches", True),
             "accelerator_config['even_batches']=False under FSDP: processes with fewer batches of "
             "evaluation would wait for ever; leave it at True.",
         ),
@@ -162,11 +153,11 @@ def layer_classes(model: Any) -> list[str]:
     """
     wholes = set(getattr(model, "_no_split_modules", None) or ())
     ends = (getattr(model, f"get_{part}_embeddings", lambda: None) for part in ("input", "output"))
-    apart = {id(module) for module in (end() for end in ends) if module is not None}
+    apart = {id(end()) for end in ends}
     found = {
         type(module).__name__
         for module in model.modules()
-        if type(module).__name__ in wholes and not apart & {id(part) for part in module.modules()}
+        if type(module).__name__ in wholes and not apart & set(map(id, module.modules()))
     }
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
     if not found and lists:
@@ -274,19 +265,19 @@ def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
       model: cut or not.
       work: called on the first process; its error is raised on all. It must not communicate otherwise.
     """
-    found: list[tuple[Any, Exception | None]] = []
+    found: list[T | Exception] = []
 
     def tried() -> None:
         try:
-            found.append((work(), None))
-        except Exception as error:
-            found.append((None, error))
+            found.append(work())
+        except Exception as error:  # raised on all: the others wait for whole parameters
+            found.append(error)
 
     on_first(list(model.parameters()), tried)
-    result, failure = collectives.shared(found[0] if found else (None, None))
-    if failure is not None:
-        raise failure
-    return result  # type: ignore[return-value]
+    (result,) = collectives.shared(found)
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def gathered_state(model: Any, keep: bool = True) -> dict[str, Tensor]:

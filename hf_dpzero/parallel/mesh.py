@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ class ProcessMesh:
         return [total * part // self.directions for part in range(self.directions + 1)]
 
     @functools.cached_property
-    def _group(self) -> Any:
+    def _group(self) -> dist.ProcessGroup | None:
         """The gloo group of the processes with the same rows; made on all processes at once."""
         if self.rows == 1:
             return control_group()
@@ -218,25 +218,20 @@ def choose_mesh(
         ),
         (
             sharded,
-            "under FSDP: a forward pass gathers the parts of all processes, which stand at one "
-            "direction: leave it out.",
+            "under FSDP, whose passes of all processes stand at one direction: leave it out.",
         ),
         (averaged, "with clipping='averaged', whose groups go to processes whole: leave it out."),
     )
     for is_refused, words in refused:
         if splits and is_refused:
             raise ValueError(f"performance.direction_parallel_size={asked} {words}")
-    may = not averaged and not sharded and not _may_stack(args, model)
+    # Many directions may go through one pass, whose bits follow from how many they are.
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    strategy = args.performance.perturbation_strategy
+    small = strategy == "auto" and trained * 2 * args.num_directions <= STACK_BYTES
+    may = not (averaged or sharded or small or strategy == "stacked")
     shares = asked or direction_shares(world, args.num_directions, work, may)
     return ProcessMesh(args.process_index, world // shares, shares)
-
-
-def _may_stack(args: DPZeroConfig, model: nn.Module) -> bool:
-    """Whether many directions may go through one pass, whose bits follow from how many they are."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    small = sum(p.nbytes for p in trained) * 2 * args.num_directions <= STACK_BYTES
-    chosen = args.performance.perturbation_strategy
-    return chosen == "stacked" or (chosen == "auto" and small)
 
 
 def step_bytes(
@@ -263,7 +258,7 @@ def step_bytes(
     mechanism, groups = plan.mechanism, plan.groups
     vector = isinstance(mechanism, VectorMechanism)
     numbers = args.num_directions if vector else mechanism.values_per_release
-    fixed = 8 * (numbers + 2) + (0 if vector else 8 * numbers)
+    fixed = 8 * (numbers + 2) + 8 * numbers * (not vector)
     if groups is not None:
         fixed += 8 * (2 * groups.num_groups + groups.num_values)
     fixed += 12 * dimension if args.first_order else 4 * dimension * vector

@@ -21,7 +21,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
@@ -95,7 +95,11 @@ def settle_offloaded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         prefetched = prefetched_of(getattr(module, "base_layer", module))
         if prefetched is not None and prefetched.module is not module:
-            _place_adapter(module, prefetched)
+            # PEFT makes adapters where the weights of the layer beneath live: not where it computes
+            of_base = set(map(id, prefetched.module.parameters()))
+            for parameter in module.parameters():
+                if id(parameter) not in of_base and not parameter.is_meta:
+                    parameter.data = parameter.data.to(prefetched.device)
         elif prefetched is not None and ".modules_to_save." in name:
             prefetched.stay_()
     model.to = _staying(model)  # type: ignore[method-assign]
@@ -113,18 +117,6 @@ def accelerate_hooks(hook: Any) -> Iterator[Any]:
             yield from accelerate_hooks(inner)
 
 
-def _place_adapter(layer: nn.Module, prefetched: Prefetched) -> None:
-    """PEFT makes adapters where the weights of the layer beneath live: not where it computes."""
-    of_base = set(map(id, prefetched.module.parameters()))
-    for parameter in layer.parameters():
-        if id(parameter) not in of_base and parameter.device.type != "meta":
-            parameter.data = parameter.data.to(prefetched.device)
-
-
-def _leave(module: nn.Module) -> nn.Module:
-    return module
-
-
 def _replace_hook(module: nn.Module, hook: AlignDevicesHook) -> None:
     """Another of its kind (PEFT copies hooks by name) moves inputs and outputs, and never weights."""
     ours = AlignDevicesHook(
@@ -132,12 +124,10 @@ def _replace_hook(module: nn.Module, hook: AlignDevicesHook) -> None:
         io_same_device=hook.io_same_device,
         skip_keys=hook.skip_keys,
     )
-    ours.init_hook = _leave
-    outer: Any = module._hf_hook
-    if outer is hook:
+    ours.init_hook = lambda module: module  # it would move weights to the device
+    if module._hf_hook is hook:
         module._hf_hook = ours
-        return
-    for sequence in accelerate_hooks(outer):
+    for sequence in accelerate_hooks(module._hf_hook):
         if isinstance(sequence, SequentialHook):
             sequence.hooks = tuple(ours if inner is hook else inner for inner in sequence.hooks)
 
@@ -191,22 +181,19 @@ class _Homes:
                     "(BitsAndBytesConfig with llm_int8_enable_fp32_cpu_offload=True), or load without "
                     "quantization."
                 )
+            # Accelerate may keep one tensor under the names of two that are tied
             address = values.data_ptr() if folder is None and values.numel() else None
             found = self._known.get(address) if address else None
             if found is None:
-                found = _like(tensor, values)
+                found = values
+                if isinstance(tensor, nn.Parameter):
+                    found = nn.Parameter(values, requires_grad=tensor.requires_grad)
                 if folder is not None:
                     vars(found)[_FOLDER] = folder
             marks += [address] if address else []
         self._known.update(dict.fromkeys(marks, found))
-        self._known[id(found), "kept"] = tensor  # so that no other gets its id
+        self._known[id(found), "kept"] = tensor  # alive, so that no other tensor gets its id
         return found
-
-
-def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return values
-    return nn.Parameter(values, requires_grad=tensor.requires_grad)
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -231,34 +218,25 @@ def _values(weights: Any, key: str) -> tuple[Tensor, str | None]:
     return weights[key].detach().cpu(), None
 
 
-class _Entry(NamedTuple):
-    """A tensor of an offload folder."""
-
-    shape: list[int]
-    dtype: torch.dtype
-
-
 def _mapped(loader: OffloadedWeightsLoader, key: str) -> tuple[Tensor, str]:
     """A tensor of the disk, mapped so that pages are read when needed and writes stay in memory."""
     from safetensors import safe_open
 
     information: Any = loader.index[key]
-    file, dtype = information.get("safetensors_file"), information.get("dtype")
-    folder = loader.save_folder or tempfile.gettempdir()
+    file, named = information.get("safetensors_file"), information.get("dtype")
+    dtype: torch.dtype | None = None if named is None else getattr(torch, named)
+    folder = str(loader.save_folder or tempfile.gettempdir())
     if file is not None:
         with safe_open(file, framework="pt", device="cpu") as opened:
             values = opened.get_tensor(information.get("weight_name", key))
-        wanted = values.dtype if dtype is None else getattr(torch, dtype)
-        if values.dtype != wanted:
-            values = in_own_file(values, str(folder), wanted)
-        return values, str(folder)
-    entry = _Entry(information["shape"], getattr(torch, dtype))
-    path = Path(str(loader.save_folder), f"{key}.dat")
-    size = torch.Size(entry.shape).numel()
-    if not size:
-        return torch.empty(entry.shape, dtype=entry.dtype), str(folder)
-    flat = torch.from_file(str(path), shared=False, size=size, dtype=entry.dtype)
-    return flat.view(entry.shape), str(folder)
+        if dtype not in (None, values.dtype):  # it was loaded in another dtype than it is stored in
+            values = in_own_file(values, folder, dtype)
+        return values, folder
+    shape = torch.Size(information["shape"])
+    if not shape.numel():  # no file of no bytes can be mapped
+        return torch.empty(shape, dtype=dtype), folder
+    path = str(Path(folder, f"{key}.dat"))
+    return torch.from_file(path, shared=False, size=shape.numel(), dtype=dtype).view(shape), folder
 
 
 def own_trained_files(model: nn.Module) -> None:

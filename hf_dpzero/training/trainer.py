@@ -134,7 +134,7 @@ class DPZeroMixin(PublishingTrainer):
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = own_loss
         refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
-        warn_of_unused(self, self.per_example_loss)
+        warn_of_unused(type(self), self.args, self.per_example_loss)
         seed = args.testing.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self._method_state: Mapping[str, Any] | None = None

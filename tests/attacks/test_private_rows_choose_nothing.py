@@ -14,9 +14,9 @@ from transformers import BertConfig, BertModel
 
 from hf_dpzero.batches.logical_batch import Rows
 from hf_dpzero.batches.shapes import PassShapes
-from hf_dpzero.checks import processes
 from hf_dpzero.checks.processes import check_same_rows
 from hf_dpzero.objectives.prompted import Candidates
+from hf_dpzero.parallel import collectives
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, precompute_features
 
 
@@ -156,8 +156,8 @@ def test_processes_with_other_rows_are_refused(monkeypatch):
         told.append(value)
         return told
 
-    monkeypatch.setattr(processes, "active", lambda: True)
-    monkeypatch.setattr(processes, "gather_objects", gathered)
+    monkeypatch.setattr(collectives, "active", lambda: True)
+    monkeypatch.setattr(collectives, "gather_objects", gathered)
     rows = [dict(row) for row in tiny_data()]
     check_same_rows(rows)
     check_same_rows([dict(row) for row in rows])

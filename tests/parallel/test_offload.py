@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
-import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import accelerate
 import peft
 import pytest
 import torch
+from killed_runs import die, in_child
 from tiny_language_models import save_causal_lm
 from tiny_runs import build, same, tiny_model, weights
 from transformers import (
@@ -29,15 +26,14 @@ from hf_dpzero.estimators.offload import living_elsewhere, prefetcher_of
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.parallel import offload
-from hf_dpzero.parallel.offload import in_own_file, settle_offloaded
+from hf_dpzero.parallel.offload import check_offload, in_own_file, settle_offloaded
+from hf_dpzero.perturbation import coordinates
+from hf_dpzero.perturbation.segments import GridSegment
 from hf_dpzero.recipes.models import settle_quantised_
 
 SPLIT = {
-    "bert.embeddings": "cpu",
+    **dict.fromkeys(("bert.embeddings", "bert.pooler", "dropout", "classifier"), "cpu"),
     "bert.encoder": "disk",
-    "bert.pooler": "cpu",
-    "dropout": "cpu",
-    "classifier": "cpu",
 }
 LORA = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
 
@@ -80,12 +76,9 @@ def digests(*folders: Path) -> dict[str, str]:
 def test_a_run_is_the_run_without_offload(
     tmp_path: Path, base: Path, where: str, dtype: torch.dtype
 ):
+    elsewhere = offloaded(base, tmp_path / "folder", where, dtype=dtype)
     here = build(tmp_path / "here", load(base, dtype=dtype), weight_decay=0.01)
-    away = build(
-        tmp_path / "away",
-        offloaded(base, tmp_path / "folder", where, dtype=dtype),
-        weight_decay=0.01,
-    )
+    away = build(tmp_path / "away", elsewhere, weight_decay=0.01)
     untouched = digests(base, tmp_path / "folder")
     assert away.evaluate()["eval_loss"] == here.evaluate()["eval_loss"]  # before it is trained
     for trainer in (here, away):
@@ -124,9 +117,8 @@ def test_adapters_on_an_offloaded_base(tmp_path: Path, base: Path, directions: i
     elsewhere = living_elsewhere(away.model)
     assert elsewhere
     for name, parameter in away.model.named_parameters():
-        assert (id(parameter) in elsewhere) == (
-            ".modules_to_save." not in name and "lora" not in name
-        )
+        of_base = ".modules_to_save." not in name and "lora" not in name
+        assert (id(parameter) in elsewhere) == of_base
 
 
 def test_an_adapter_that_was_put_on_before_has_no_values(tmp_path: Path, base: Path):
@@ -164,35 +156,21 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, base: Path):
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing_of_its_weights(tmp_path: Path, base: Path):
     """Killed between two writes of an update, with the disk's copy half old and half new."""
-    script = textwrap.dedent(
-        f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
-        from test_offload import build, load, offloaded, Path
-        from hf_dpzero.perturbation.segments import GridSegment
-        applied, apply = [], GridSegment.apply_
-        def dies(segment, changes):
-            applied.append(segment)
-            if len(applied) == {{}}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return apply(segment, changes)
-        GridSegment.apply_ = dies
-        base, out = Path({str(base)!r}), Path({str(tmp_path / "out")!r})
-        import hf_dpzero.perturbation.coordinates as coordinates
+    applied, apply = [], GridSegment.apply_
+
+    def dying(segment: GridSegment, changes: Any) -> Any:
+        applied.append(segment)
+        if len(applied) == 40:
+            die()
+        return apply(segment, changes)
+
+    def run() -> None:
+        GridSegment.apply_ = dying  # type: ignore[method-assign]
         coordinates.SMALL = 256  # several segments
-        trainer = build(out, offloaded(base, Path({str(tmp_path / "folder")!r}), "disk"))
-        trainer.train()
-        """
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
-    }
+        build(tmp_path / "out", offloaded(base, tmp_path / "folder", "disk")).train()
+
     before = digests(base)
-    code = subprocess.run(
-        [sys.executable, "-c", script.replace("{}", "40")], env=environment, timeout=900
-    ).returncode
-    assert code == -signal.SIGKILL
+    assert in_child(run) == (signal.SIGKILL, None)
     assert digests(base) == before
     assert list((tmp_path / "folder").iterdir()) == []
     # The release of the step that was being applied is in the ledger: it is replayed, not paid again.
@@ -260,17 +238,10 @@ def test_weights_on_disk_are_saved_in_shards(
     ],
 )
 def test_other_methods_and_rules(tmp_path: Path, base: Path, settings: dict[str, Any]):
-    runs = []
-    for name, model in (
-        ("here", load(base)),
-        ("away", offloaded(base, tmp_path / "folder", "disk")),
-    ):
-        trainer = build(
-            tmp_path / name,
-            model,
-            performance={"perturbation_strategy": "layerwise"},
-            **settings,
-        )
+    runs, strategy = [], {"perturbation_strategy": "layerwise"}
+    models = {"here": load(base), "away": offloaded(base, tmp_path / "folder", "disk")}
+    for name, model in models.items():
+        trainer = build(tmp_path / name, model, performance=strategy, **settings)
         trainer.train()
         runs.append(weights(trainer.model))
     assert same(*runs)
@@ -328,8 +299,6 @@ def test_what_offload_does_not_allow(
 
 
 def test_several_processes_are_sent_to_fsdp2(tmp_path: Path, base: Path):
-    from hf_dpzero.parallel.offload import check_offload
-
     trainer = build(tmp_path / "out", offloaded(base, tmp_path / "folder", "cpu"))
     trainer.args.distributed_state.num_processes = 2
     try:
@@ -346,14 +315,9 @@ def test_a_model_that_moves_as_a_whole_is_refused(tmp_path: Path, base: Path):
 
 
 def test_quantised_weights_are_not_offloaded(tmp_path: Path):
-    class Quantised(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(
-                torch.zeros(4, 4, dtype=torch.int8), requires_grad=False
-            )
-
-    model = accelerate.cpu_offload(Quantised())
+    module, packed = torch.nn.Module(), torch.zeros(4, 4, dtype=torch.int8)
+    module.weight = torch.nn.Parameter(packed, requires_grad=False)
+    model = accelerate.cpu_offload(module)
     with pytest.raises(ValueError, match="quantised layers on the GPU"):
         settle_offloaded(model)
     assert prefetcher_of(torch.nn.Linear(2, 2)) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -233,25 +234,17 @@ def test_a_grid_that_grew_did_so_on_both(runs):
     assert max(entry["exponent"] for entry in state["space"].values()) > 1  # of weights below 1
 
 
-SCRIPT = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from tiny_runs import build
-
-trainer = build(sys.argv[1], max_steps=3)
-trainer.train()
-trainer.save_model()
-assert trainer.shards and trainer.args.world_size == 2
-"""
-
-
 def test_accelerate_launches_an_ordinary_script(tmp_path):
     """With the file as it is, but for the port: an own one, as others may test beside this."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    here = Path(__file__).resolve().parents[1]
-    file = here.parent / "configs" / "accelerate" / "fsdp2.yaml"
-    words = ["--main_process_port", "0", "--config_file", str(file)]
-    words += [str(tmp_path / "script.py"), str(tmp_path / "two"), str(here)]
+    file = Path(__file__).resolve().parents[2] / "configs" / "accelerate" / "fsdp2.yaml"
+    words = [
+        "--main_process_port",
+        "0",
+        "--config_file",
+        str(file),
+        __file__,
+        str(tmp_path / "two"),
+    ]
     log = tmp_path / "log"
     with started(launch.__file__, *words, log=log) as process:
         one = build(tmp_path / "one", max_steps=3)
@@ -267,5 +260,14 @@ def of_two(rank: int) -> None:
     wait(2)
 
 
-if __name__ == "__main__":
+def an_ordinary_script() -> None:
+    trainer = build(Path(sys.argv[1]), max_steps=3)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.shards and trainer.args.world_size == 2
+
+
+if __name__ == "__main__" and "RANK" in os.environ:  # of `accelerate launch`
+    an_ordinary_script()
+elif __name__ == "__main__":
     in_processes(2, of_two)

@@ -1,11 +1,14 @@
 """Two processes: what both hold alike is compared, the report names them, and one goes on from theirs.
 
-They are started once, for all of this file (`in_both`).
+They are started once for all of this file (`in_both`), and once to be killed (`killed`).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from transformers import TrainerCallback
 
 from hf_dpzero import PrivacyReport, Trajectory
 from hf_dpzero.checks import processes
+from hf_dpzero.ledger.trajectory import Release
+from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.verification import report_of
@@ -35,20 +40,18 @@ def buffered() -> torch.nn.Module:
 
 
 def nudge_weight(trainer: Any) -> None:
-    with torch.no_grad():
-        next(trainer.model.parameters()).view(-1)[3] += 2.0**-10
+    next(trainer.model.parameters()).data.view(-1)[3] += 2.0**-10
 
 
 def nudge_release(trainer: Any) -> None:
-    last = trainer.trajectory.releases[-1]
-    values = (last.values[0] + 2.0**-20, *last.values[1:])
-    trainer.trajectory.releases[-1] = last._replace(values=values)
+    step, values, rate = trainer.trajectory.releases[-1]
+    changed = (values[0] + 2.0**-20, *values[1:])
+    trainer.trajectory.releases[-1] = Release(step, changed, rate)
 
 
 def nudge_rate(trainer: Any) -> None:
-    last = trainer.trajectory.releases[-1]
-    rate = last.learning_rate * (1 + 2.0**-50)
-    trainer.trajectory.releases[-1] = last._replace(learning_rate=rate)
+    step, values, rate = trainer.trajectory.releases[-1]
+    trainer.trajectory.releases[-1] = Release(step, values, rate * (1 + 2.0**-50))
 
 
 def nudge_exponent(trainer: Any) -> None:
@@ -82,13 +85,13 @@ def test_one_changed_bit_is_noticed_and_named(tmp_path: Path, monkeypatch, nudge
     trainer.model.classifier.cache += 1.0  # follows from the rows that a rank saw last: may differ
     before = processes.replicated(trainer.run, 2)
     whole = processes.number_of(list(before.values()))
-    monkeypatch.setattr(processes, "active", lambda: True)
+    monkeypatch.setattr(collectives, "active", lambda: True)
 
     def gathered(own: int) -> list[int]:
         """The first rank's number of what is asked: all of it first, then one after another."""
         return [asked.pop(0), own]
 
-    monkeypatch.setattr(processes, "gather_numbers", gathered)
+    monkeypatch.setattr(collectives, "gather_numbers", gathered)
     asked = [whole]
     processes.check_weights(trainer.run, 2)
     assert asked == []
@@ -108,8 +111,8 @@ def test_it_is_compared_at_the_first_step_and_every_so_many(tmp_path: Path, monk
     trainer = build(tmp_path, max_steps=2)
     trainer.train()
     compared, trainer.run.compared = [], False
-    monkeypatch.setattr(processes, "active", lambda: True)
-    monkeypatch.setattr(processes, "gather_numbers", lambda own: compared.append(step) or [own])
+    monkeypatch.setattr(collectives, "active", lambda: True)
+    monkeypatch.setattr(collectives, "gather_numbers", lambda own: compared.append(step) or [own])
     for step in (*range(7, 210), None):
         processes.check_weights(trainer.run, step)
     assert compared == [7, 100, 200, None]
@@ -143,11 +146,7 @@ def drifted(folder: Path, rank: int) -> None:
     (folder / f"told.{rank}").write_text(json.dumps(told))
 
 
-SECRET = {
-    "testing.insecure_noise_seed": None,
-    "testing.sampler_key": None,
-    "microbatch_size": 1,
-}
+SECRET = dict.fromkeys(("testing.insecure_noise_seed", "testing.sampler_key"))
 RUNS = {
     "rows": {},
     "directions": {
@@ -164,7 +163,7 @@ MESHES = {
 
 
 def made(folder: Path, name: str, **more):
-    return build(folder / name, max_steps=6, **SECRET, **more)
+    return build(folder / name, max_steps=6, microbatch_size=1, **SECRET, **more)
 
 
 def reported(folder: Path) -> None:
@@ -178,44 +177,50 @@ def reported(folder: Path) -> None:
         (folder / f"{name}.rank{trainer.args.process_index}").write_text(json.dumps(told))
 
 
-SETTINGS: dict[str, Any] = {"max_steps": 4, "microbatch_size": 1, "num_directions": 2}
-SAVED = {"saved": {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}, "ledger": {}}
+SETTINGS: dict[str, Any] = {
+    "max_steps": 4, "microbatch_size": 1, "num_directions": 2,
+    "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1,
+}  # fmt: skip
 
 
 class Lost(TrainerCallback):
-    """Ends a run after its second step, with nothing written but what was there."""
+    """Kills all processes of a run when the first one has taken its second step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            raise InterruptedError
+        if state.global_step == 2 and args.process_index == 0:
+            os.killpg(0, signal.SIGKILL)
 
 
-def left_behind(folder: Path) -> None:
-    """Runs that end in the middle, with a checkpoint and without any."""
-    for name, saved in SAVED.items():
-        given = {"callbacks": [Lost()]}
-        trainer = build(
-            folder / name, trainer_settings=given, ddp_backend="gloo", **SETTINGS, **saved
-        )
-        with pytest.raises(InterruptedError):
-            trainer.train()
+def killed(folder: Path, rank: int) -> None:
+    given = {"callbacks": [Lost()]}
+    build(folder / "lost", trainer_settings=given, ddp_backend="gloo", **SETTINGS).train()
 
 
 def in_both(folder: Path, rank: int) -> None:
-    left_behind(folder)
     reported(
         folder
     )  # its last run cuts the model, and Accelerate keeps its plugin: so do the others
     drifted(folder, rank)
 
 
+def ended(folder: Path, work: str) -> int:
+    """Has two processes do one of `WORK`; returns the exit status of the first."""
+    with started(__file__, str(folder), work, log=folder / work) as process:
+        return process.wait(timeout=900)
+
+
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("of2")
-    with started(__file__, str(folder), log=folder / "log") as process:
-        status = process.wait(timeout=900)
-    assert status == 0, (folder / "log").read_text(errors="replace")[-3000:]
+    assert ended(folder, "in_both") == 0, (folder / "in_both").read_text(errors="replace")[-3000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: Any) -> Path:
+    folder = tmp_path_factory.mktemp("lost")
+    assert ended(folder, "killed") == -signal.SIGKILL, (folder / "killed").read_text()[-3000:]
+    return folder / "lost"
 
 
 def links(report: PrivacyReport) -> list[str]:
@@ -285,14 +290,19 @@ def test_two_processes_and_what_is_assumed_of_their_links(of_two: Path, name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAVED)
-def test_a_run_of_two_processes_goes_on_in_one(of_two: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("left", ["checkpoint", "ledger"])
+def test_a_run_of_two_killed_processes_goes_on_in_one(
+    lost: Path, tmp_path: Path, left: str
+) -> None:
     """As if nothing had happened. The other way round: test_distributed.py."""
-    assert Trajectory.load(of_two / name / "trajectory.ledger").next_step == 2
-    assert (of_two / name / "checkpoint-1").is_dir() == (name == "saved")  # ended before the next
-    folders = tmp_path / "straight", of_two / name
+    folders = tmp_path / "straight", tmp_path / "lost"
+    shutil.copytree(lost, folders[1])
+    assert Trajectory.load(lost / "trajectory.ledger").next_step == 2
+    assert not (lost / "checkpoint-2").exists()  # killed before it
+    if left == "ledger":
+        shutil.rmtree(folders[1] / "checkpoint-1")
     for folder in folders:
-        trainer = build(folder, **SETTINGS, **SAVED[name])
+        trainer = build(folder, **SETTINGS)
         trainer.train(resume_from_checkpoint=folder == folders[1] or None)
         trainer.save_model()
     logs = [Trajectory.load(folder / "trajectory.ledger").releases for folder in folders]
@@ -302,5 +312,7 @@ def test_a_run_of_two_processes_goes_on_in_one(of_two: Path, tmp_path: Path, nam
     assert all((saved[0][key] == saved[1][key]).all() for key in saved[0])
 
 
+WORK = {"in_both": in_both, "killed": killed}
+
 if __name__ == "__main__":
-    in_processes(2, lambda rank: in_both(Path(sys.argv[1]), rank))
+    in_processes(2, lambda rank: WORK[sys.argv[2]](Path(sys.argv[1]), rank))
