@@ -214,11 +214,9 @@ def _draw_adapters_(model: nn.Module, generator: torch.Generator) -> None:
     LoRA's A is Kaiming uniform and B zero; of an embedding A is zero and B N(0, 1); a prefix on a
     classifier is N(0, 1).
     """
-    drawn_parts = ("lora_A", "prompt_encoder", "lora_embedding_B")
-    for name, parameter in sorted(
-        model.named_parameters()
-    ):  # the order of the draws is part of what replay rebuilds
-        if not any(part in name for part in drawn_parts):
+    # The order of the draws is part of what replay rebuilds.
+    for name, parameter in sorted(model.named_parameters()):
+        if not any(part in name for part in ("lora_A", "prompt_encoder", "lora_embedding_B")):
             continue
         drawn = torch.empty_like(parameter, device="cpu")
         if "lora_A" in name:

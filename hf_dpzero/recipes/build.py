@@ -90,10 +90,9 @@ def with_kept_column(
 
     if column not in task.splits["train"].column_names:
         raise ValueError(
-            f"group_robust.column={column!r} is no column of the training rows that task "
-            f"{task.name!r} keeps: "
-            "name one of theirs (of the label, its own name), or, of a task that is no classification, "
-            "pass a train_dataset with it to DPZeroTrainer."
+            f"group_robust.column={column!r} is no column of the training rows that task {task.name!r} "
+            "keeps: name one of theirs (of the label, its own name), or, of a task that is no "
+            "classification, pass a train_dataset with it to DPZeroTrainer."
         )
     for split in rows:
         values = column_values(task.splits[split], column)

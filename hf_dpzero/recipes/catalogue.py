@@ -51,19 +51,10 @@ def read_reported(folder: Path) -> list[Reported]:
     if not path.is_file():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [
-        Reported(
-            int(row["table"]),
-            row["model"],
-            row["task"],
-            row["method"],
-            int(row["epsilon"]) if row["epsilon"] else None,
-            row["mean"],
-            row["standard_error"],
-        )
-        for row in rows
-    ]
+        return [
+            Reported(int(row.pop("table")), epsilon=int(row.pop("epsilon") or 0) or None, **row)
+            for row in csv.DictReader(file)
+        ]
 
 
 def reported(numbers: Sequence[Reported], recipe: Mapping[str, Any]) -> str:

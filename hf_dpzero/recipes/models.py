@@ -21,7 +21,6 @@ from transformers import (
 )
 
 from hf_dpzero.checks.precision import keep_layout_
-from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.recipes.adapters import ADAPTER_FILE, HEAD_NAMES, trained_adapter, with_adapters
 from hf_dpzero.recipes.arguments import ModelArguments
@@ -38,8 +37,6 @@ LANGUAGE_MODELS: dict[str, Any] = {
     "masked_lm": AutoModelForMaskedLM,
     "causal_lm": AutoModelForCausalLM,
 }
-_INT8_CAST = "MatMul8bitLt: inputs will be cast from"
-
 Loaded = TypeVar("Loaded")
 
 
@@ -236,23 +233,17 @@ def _init_fresh_(model: PreTrainedModel, fresh: Sequence[str], init_seed: int) -
 def _init_head_(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: ModelArguments
 ) -> None:
-    """Starts the head at zero, or at the embeddings of the labels' descriptions."""
-    head = output_layer(model)
+    """Starts the head, the last linear layer with an output a label, at zero or at label_texts."""
+    labels = model.config.num_labels
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == labels]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no linear layer with {labels} outputs.")
+    head = layers[-1]
     head.weight.zero_()
     if head.bias is not None:
         head.bias.zero_()
     if arguments.head_init == "label_text" and isinstance(model, SentenceClassifier):
         head.weight.copy_(label_text_weights(model, tokenizer, arguments.label_texts or []))
-
-
-def output_layer(model: nn.Module) -> nn.Linear:
-    """Returns the last linear layer with one output for each label."""
-    config: Any = base_model(model).config
-    labels = config.num_labels
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == labels]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no linear layer with {labels} outputs.")
-    return layers[-1]
 
 
 def check_folder(path: str) -> None:
@@ -330,23 +321,20 @@ def _how_to_get(path: str, revision: str | None, error: BaseException | None) ->
             f"Hub gave no model of that name either ({kind})."
         )
     command = f"`hf download {path}{f' --revision {revision}' if revision else ''}`"
-    if "GatedRepoError" in kinds:
-        return (
-            f"model {path!r} is gated: accept its terms at https://huggingface.co/{path}, log in "
-            f"with `hf auth login`, then fetch it with {command}."
-        )
-    if "RepositoryNotFoundError" in kinds:
-        return (
-            f"model {path!r} is no local folder, and the Hub has no model of that name that you may "
-            "see: check the name, or log in with `hf auth login` if it is private."
-        )
-    if "RevisionNotFoundError" in kinds:
-        return f"model {path!r} has no revision {revision!r}; check model_revision."
     offline = " with HF_HUB_OFFLINE unset" if HF_HUB_OFFLINE else ""
-    return (
-        f"model {path!r} is no local folder, and neither cached nor reachable ({kind}); fetch it once "
-        f"with {command}{offline}, or set model_name_or_path to a local folder."
+    said = {
+        "GatedRepoError": f"is gated: accept its terms at https://huggingface.co/{path}, log in with "
+        f"`hf auth login`, then fetch it with {command}.",
+        "RepositoryNotFoundError": "is no local folder, and the Hub has no model of that name that "
+        "you may see: check the name, or log in with `hf auth login` if it is private.",
+        "RevisionNotFoundError": f"has no revision {revision!r}; check model_revision.",
+    }
+    unreachable = (
+        f"is no local folder, and neither cached nor reachable ({kind}); fetch it once with {command}"
+        f"{offline}, or set model_name_or_path to a local folder."
     )
+    # A gated model is one that is not found, too.
+    return f"model {path!r} " + next((said[name] for name in said if name in kinds), unreachable)
 
 
 def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerBase:
@@ -434,4 +422,5 @@ def settle_quantised_(model: nn.Module) -> None:
 
 
 def _not_the_int8_cast(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_INT8_CAST)
+    # A module's own function: a filter that is added again is kept once.
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast from")

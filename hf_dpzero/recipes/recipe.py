@@ -111,7 +111,11 @@ def build_recipe(
     values: dict[str, Any] = {}
     # Converted file by file, so that an error names the one it stands in.
     for file, written in chain:
-        values = merged(values, coerce_fields(_with_task_beside(written, file), str(file)))
+        own, task = dict(written), written.get("task")
+        # As `extends`, and unlike data files: a recipe and its task file are copied together.
+        if isinstance(task, str) and task.endswith(SUFFIXES) and (file.parent / task).is_file():
+            own["task"] = str(file.parent / task)
+        values = merged(values, coerce_fields(own, str(file)))
     values = merged(values, coerce_fields(overrides, COMMAND_LINE))
     model, data, training = recipe_parser().build(values, source)
     # The groups are the trainer's setting, and their column is the task's to keep.
@@ -135,15 +139,6 @@ def merged(values: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any
             value = {**result[group], **value}
         result[group] = value
     return result
-
-
-def _with_task_beside(written: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """A recipe's own keys, with the path of a task file that lies beside the recipe."""
-    # As `extends`, and unlike data files: a recipe and its task file are copied together.
-    task = written.get("task")
-    if isinstance(task, str) and task.endswith(SUFFIXES) and (file.parent / task).is_file():
-        return {**written, "task": str(file.parent / task)}
-    return written
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
@@ -213,26 +208,25 @@ def unused_settings(recipe: Recipe) -> str:
     model, data, written = recipe.model, recipe.data, recipe.values
     local = Path(model.model_name_or_path).is_dir()
     done = {"do_train": True, "do_eval": True, "do_predict": False}
-    uses: dict[str, tuple[bool, tuple[str, ...]]] = {
-        "it is for peft_method: lora": (
-            model.peft_method == "lora",
+    peft, vectors, hub = model.peft_method, model.architecture != "auto", data.train_file is None
+    uses: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
+        (
+            "it is for peft_method: lora",
+            peft == "lora",
             ("lora_r", "lora_alpha", "lora_target_modules"),
         ),
-        "it is for peft_method: prefix": (model.peft_method == "prefix", ("num_virtual_tokens",)),
-        "it is for device_map": (model.device_map is not None, ("offload_folder", "max_memory")),
-        "it is for architecture: sentence_classifier": (
-            model.architecture != "auto",
-            ("pooling", "normalize"),
-        ),
-        "it is for head_init: label_text": (model.head_init == "label_text", ("label_texts",)),
-        "the model is a local folder": (not local, ("model_revision",)),
-        "train_file goes first": (data.train_file is None, ("dataset_name", "dataset_config_name")),
-        "it is for a prompt": (data.prompt is not None, ("max_new_tokens",)),
-        "the command says what is done": (False, tuple(done)),
-    }
+        ("it is for peft_method: prefix", peft == "prefix", ("num_virtual_tokens",)),
+        ("it is for device_map", model.device_map is not None, ("offload_folder", "max_memory")),
+        ("it is for architecture: sentence_classifier", vectors, ("pooling", "normalize")),
+        ("it is for head_init: label_text", model.head_init == "label_text", ("label_texts",)),
+        ("the model is a local folder", not local, ("model_revision",)),
+        ("train_file goes first", hub, ("dataset_name", "dataset_config_name")),
+        ("it is for a prompt", data.prompt is not None, ("max_new_tokens",)),
+        ("the command says what is done", False, tuple(done)),
+    )
     unused = [
         f"{name}={written[name]!r} ({why})"
-        for why, (used, names) in uses.items()
+        for why, used, names in uses
         for name in names
         # None is as good as left out, and what the command does anyhow may be written down.
         if not used and written.get(name) not in (None, done.get(name))
@@ -262,16 +256,11 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
         else:
             raise ValueError(f"{word!r} belongs to no setting; write --key value after the recipe.")
     for key, items in groups:
-        if not items and not _may_stand_alone(key):
+        # An unknown key is refused elsewhere; `--resume_from_checkpoint` alone means the last one.
+        may_stand_alone = bool in _members(recipe_parser().hints.get(key, bool))
+        if not items and not may_stand_alone and key != "resume_from_checkpoint":
             raise ValueError(f"{COMMAND_LINE}: {key}: needs a value; write --{key} VALUE.")
     return {k: items[0] if len(items) == 1 else items or "true" for k, items in groups}
-
-
-def _may_stand_alone(key: str) -> bool:
-    """Whether `--key` without a value means true; an unknown key is refused elsewhere."""
-    members = _members(recipe_parser().hints.get(key, bool))
-    # Typed as text, and `--resume_from_checkpoint` alone means the last one.
-    return bool in members or key == "resume_from_checkpoint"
 
 
 def coerce_fields(values: Mapping[str, Any], source: str) -> dict[str, Any]:

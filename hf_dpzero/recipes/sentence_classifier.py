@@ -37,15 +37,13 @@ from hf_dpzero.checks.precision import couples_values
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.objectives.losses import classification_losses, right_padded
 from hf_dpzero.perturbation.trainable import select_trainable
+from hf_dpzero.recipes.arguments import ModelArguments
 
 if TYPE_CHECKING:
     import datasets
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-POOLINGS = ("mean", "cls")
-PAIR_FEATURES = ("joint", "siamese")
-PHRASING_SEPARATOR = "|"
 _MAP_BATCH, _ENCODED = 2048, 32  # rows handed over at once; rows in a pass, so that few fill it up
 
 
@@ -74,14 +72,13 @@ class SentenceClassifierConfig(PreTrainedConfig):
         pair_features: str = "joint",
         **settings: Any,
     ) -> None:
-        for name, value, known in (
-            ("pooling", pooling, POOLINGS),
-            ("pair_features", pair_features, PAIR_FEATURES),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}.")
-        if not logit_scale > 0:
-            raise ValueError(f"logit_scale={logit_scale} must be above 0.")
+        # The recipe's own checks, for settings that come from a file or from Python.
+        ModelArguments(
+            model_name_or_path="",
+            pooling=pooling,  # type: ignore[arg-type]
+            pair_features=pair_features,  # type: ignore[arg-type]
+            logit_scale=logit_scale,
+        )
         if not isinstance(encoder, PreTrainedConfig):
             encoder = AutoConfig.for_model(**{"model_type": "bert", **(encoder or {})})
         self.encoder, self.pair_features = encoder, pair_features
@@ -278,24 +275,6 @@ def pool(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
 
 
 @torch.no_grad()
-def embed_texts(
-    model: SentenceClassifier, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
-) -> Tensor:
-    """Embeds a few single texts in one batch.
-
-    Args:
-      model: its encoder, pooling and normalisation are used.
-      tokenizer: of the encoder.
-      texts: N texts; each is cut to the tokenizer's maximum length.
-
-    Returns:
-      `[N, H]`, float32.
-    """
-    encoded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
-    device = model.classifier.weight.device
-    return model._embed_text(**{key: value.to(device) for key, value in encoded.items()})
-
-
 def label_text_weights(
     model: SentenceClassifier, tokenizer: PreTrainedTokenizerBase, label_texts: Sequence[str]
 ) -> Tensor:
@@ -306,17 +285,18 @@ def label_text_weights(
 
     Args:
       model: its encoder embeds the descriptions.
-      tokenizer: of the encoder.
+      tokenizer: of the encoder; cuts texts to its maximum length.
       label_texts: L descriptions, in label order.
 
     Returns:
       `[L, H]`, float32.
     """
-    rows = []
+    rows, device = [], model.classifier.weight.device
     for description in label_texts:
-        phrasings = [part.strip() for part in description.split(PHRASING_SEPARATOR)]
-        embeddings = F.normalize(embed_texts(model, tokenizer, phrasings), dim=-1)
-        rows.append(F.normalize(embeddings.mean(dim=0), dim=-1))
+        phrasings = [part.strip() for part in description.split("|")]
+        tokens = tokenizer(phrasings, padding=True, truncation=True, return_tensors="pt")
+        embeddings = model._embed_text(**{name: value.to(device) for name, value in tokens.items()})
+        rows.append(F.normalize(F.normalize(embeddings, dim=-1).mean(dim=0), dim=-1))
     weights = torch.stack(rows)
     return weights - weights.mean(dim=0)
 

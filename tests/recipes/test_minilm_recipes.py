@@ -53,18 +53,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows_of(task: str, folder: Path) -> dict[str, str]:
     """train_file and validation_file with the columns and all labels of a task."""
     description = description_of(task)
-    labels, texts = (
-        len(description.label_names),
-        ("it was good", "bad film", "awful it was", "great"),
-    )
+    labels, texts = len(description.label_names), ("it was good", "bad film", "awful it", "great")
     columns = [names[0] for names in description.fields.values()]
-    return row_files(
-        folder,
-        [
-            {**{c: texts[(i + k) % 4] for k, c in enumerate(columns)}, "label": i % labels}
-            for i in range(24 * labels)
-        ],
-    )
+    rows = [
+        {**{c: texts[(i + k) % 4] for k, c in enumerate(columns)}, "label": i % labels}
+        for i in range(24 * labels)
+    ]
+    return row_files(folder, rows)
 
 
 def tiny(path: Path, folder: Path, checkpoint: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from row_files import row_files
 from tiny_language_models import save_encoder
 
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.models import load_model, output_layer
+from hf_dpzero.recipes.models import load_model
 from hf_dpzero.recipes.recipe import load_recipe
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, precompute_features
 from hf_dpzero.reporting.provenance import resolve_path
@@ -48,7 +48,7 @@ def load(checkpoint: Any, task: Task, architecture: str = "auto", **settings: An
 def test_fresh_weights_depend_on_init_seed_alone(checkpoint, task, architecture):
     def head(seed: int) -> torch.Tensor:
         model, _ = load(checkpoint, task, architecture, init_seed=seed)
-        return output_layer(model).weight.detach()
+        return model.classifier.weight.detach()
 
     first = head(1)
     torch.rand(7)  # the global generator moves on; nothing may change

@@ -237,22 +237,6 @@ def test_the_table_is_current():
     assert (FOLDER / "README.md").read_text(encoding="utf-8") == recipe_table.table(FOLDER)
 
 
-def test_the_table_has_a_row_for_every_recipe():
-    text = recipe_table.table(FOLDER)
-    for path in recipe_table.recipes_in(FOLDER):
-        name = path.relative_to(FOLDER).as_posix()
-        assert text.count(f"| [`{name}`]({name}) |") == 1
-    row = next(line for line in text.splitlines() if "trec/roberta-large-dp-lora" in line)
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:6] == ["TREC", "roberta-large", "dp-lora", "lora, r = 8", "(2, 1e-5)"]
-    assert cells[6] == "2,646 / 64 / 1,000"
-    assert cells[7].startswith("83.2 ± 2.3 % at epsilon = 2, 89.2 ± 0.8 %")
-    assert cells[8:] == [
-        "one 16 GB GPU",
-        "`hf-dpzero train recipes/trec/roberta-large-dp-lora.yaml`",
-    ]
-
-
 def test_a_recipe_without_hardware_is_refused(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("# Nothing about what it needs.\nmodel_name_or_path: big/model\n")
@@ -301,8 +285,11 @@ def run(name: str, overrides: dict[str, Any]) -> None:
     assert main.main(["train", str(FOLDER / name), *words]) == 0
 
 
-def check_results(name: str, out: Path) -> None:
+@pytest.mark.parametrize("name", sorted(TRAINED))
+def test_a_prompted_recipe_trains_a_tiny_model(name, tmp_path, checkpoints):
     """The report's budget and the metric before and after are there and make sense."""
+    out = tmp_path / "out"
+    run(name, small(name, checkpoints, out))
     report = json.loads((out / "privacy_report.json").read_text(encoding="utf-8"))
     recipe = values(name)
     assert report["steps"] == 2
@@ -315,12 +302,6 @@ def check_results(name: str, out: Path) -> None:
     for split in ("zero_shot", "eval"):
         assert 0 <= results[f"{split}_{metric}"] <= 1
         assert results[f"{split}_loss"] > 0
-
-
-@pytest.mark.parametrize("name", sorted(TRAINED))
-def test_a_prompted_recipe_trains_a_tiny_model(name, tmp_path, checkpoints):
-    run(name, small(name, checkpoints, tmp_path / "out"))
-    check_results(name, tmp_path / "out")
 
 
 def test_zero_shot_is_what_training_starts_from(tmp_path, checkpoints, capsys):
@@ -337,7 +318,7 @@ def test_zero_shot_is_what_training_starts_from(tmp_path, checkpoints, capsys):
     assert untrained["eval_loss"] == pytest.approx(trained["zero_shot_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["dpzero", "dp-adamw", "dp-lora", "lora"])
+@pytest.mark.parametrize("method", ["dpzero", "dp-lora"])
 def test_what_is_trained(method, tmp_path, checkpoints):
     """All parameters of the language model, or the adapters and nothing else: there is no head."""
     name = f"sst2/roberta-large-{method}.yaml"
@@ -349,30 +330,3 @@ def test_what_is_trained(method, tmp_path, checkpoints):
         assert all("lora_" in name for name in trained)
     else:
         assert trained == {name for name, _ in model.named_parameters()}
-
-
-def test_tiny_roberta_reads_text_as_roberta_does(checkpoints):
-    """`<s> text </s>`; the mask takes the space in front of it; label words are one token."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["roberta"])
-    assert tokenizer("")["input_ids"] == [0, 2]
-    assert [tokenizer.pad_token_id, tokenizer.unk_token_id] == [1, 3]
-    assert tokenizer.mask_token_id == len(tokenizer) - 1
-    tight, spaced = (tokenizer(t)["input_ids"] for t in ("It was<mask>.", "It was <mask>."))
-    assert tight == spaced
-    for word in tiny_language_models.LABEL_WORDS:
-        assert len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1
-    assert len(tokenizer(" nevertheless", add_special_tokens=False)["input_ids"]) > 1
-
-
-def test_tiny_opt_reads_text_as_opt_does(checkpoints):
-    """`</s>` in front, nothing at the end; `<pad>` is another token."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["opt"])
-    ids = tokenizer("It was great")["input_ids"]
-    assert ids[0] == tokenizer.bos_token_id == tokenizer.eos_token_id == 2
-    assert ids.count(2) == 1
-    assert tokenizer.pad_token_id == 1
-    assert tokenizer.decode(ids[1:]) == "It was great"

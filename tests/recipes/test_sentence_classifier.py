@@ -26,8 +26,6 @@ from hf_dpzero.recipes.models import load_model
 from hf_dpzero.recipes.sentence_classifier import (
     SentenceClassifier,
     SentenceClassifierConfig,
-    compare,
-    embed_texts,
     label_text_weights,
     pool,
     precompute_features,
@@ -94,17 +92,6 @@ def test_the_two_texts_are_tokenised_padded_and_cut_apart(checkpoint, task):
     apart = short.tokenize(tokenizer, "siamese")["train"]
     assert (len(apart["input_ids"][0]), len(apart["input_ids_pair"][0])) == (3, 3)
     assert len(short.tokenize(tokenizer)["train"]["input_ids"][0]) == 3  # of both together
-
-
-def test_compare_is_its_equation():
-    a, b = torch.tensor([[0.6, 0.8], [1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, -1.0]])
-    by_hand = torch.tensor(
-        [[0.6, 0.8, 1.0, 0.0, 0.4, 0.8, 0.6, 0.0], [1.0, 0.0, 0.0, -1.0, 1.0, 1.0, 0.0, 0.0]]
-    )
-    torch.testing.assert_close(compare(a, b, normalize=False), by_hand)
-    by_hand[:, 6:] *= 2**0.5  # sqrt(H), H = 2
-    expected = by_hand / by_hand.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(compare(a, b, normalize=True), expected)
 
 
 @BOTH
@@ -216,7 +203,8 @@ def test_label_text_head(checkpoint, task):
     texts = ["bad|terrible film", "good"]
     arguments = settings(checkpoint, "joint", head_init="label_text", label_texts=texts)
     model, tokenizer = load_model(arguments, task)
-    embeddings = embed_texts(model, tokenizer, ["bad", "terrible film", "good"])
+    words = ["bad", "terrible film", "good"]
+    embeddings = model.embed(**tokenizer(words, padding=True, return_tensors="pt"))
     assert torch.allclose(embeddings.norm(dim=1), torch.ones(3))
     first = (embeddings[0] + embeddings[1]) / (embeddings[0] + embeddings[1]).norm()
     rows = torch.stack([first, embeddings[2]])
