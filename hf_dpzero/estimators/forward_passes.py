@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, ParamSpec, TypeVar, cast
@@ -116,20 +115,19 @@ class SettleBeforeRead:
 
     # A step runs inside `own_step`, unwatched. If it leaves an update waiting, one hook is set on the
     # forward passes of all modules (torch's global one), so that a part of the model which is called by
-    # itself is seen too. The hook settles the parameters once and is gone, or the next step takes it
-    # away: nothing is called inside a step.
+    # itself is seen too. Whoever asks first settles the parameters, and then nothing of ours is left on
+    # the model: copies and pickles hold none of it. Between steps that nobody looks into, what stands
+    # on the modules stays there: to take it off and put it back would cost each step a pass over them.
 
     def __init__(
         self, model: nn.Module, space: ParameterSpace, settle: Callable[[], None] | None = None
     ) -> None:
         self.model, self.space, self.settle = model, space, settle or space.settle_
         self._forward_hook: RemovableHandle | None = None
-        self._undo = contextlib.ExitStack()
+        self._replaced = contextlib.ExitStack()
+        self._watched = False
 
     def __enter__(self) -> SettleBeforeRead:
-        for module in self.model.modules():
-            if any(p.requires_grad for p in module.parameters()):
-                self._undo.enter_context(self._settled_copies(module))
         self._watch()
         return self
 
@@ -139,58 +137,61 @@ class SettleBeforeRead:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._undo.close()
         self._unwatch()
         self.space.settle_()
 
     @contextlib.contextmanager
     def own_step(self) -> Iterator[None]:
         """Around a training step, which knows where the parameters stand."""
-        self._unwatch()
+        self._unhook()
         try:
             yield
         finally:
             self._watch()
 
     def _watch(self) -> None:
-        if not self.space.settled:
-            self._forward_hook = register_module_forward_pre_hook(self._settle)
+        if self.space.settled:
+            return
+        self._forward_hook = register_module_forward_pre_hook(self._settle)
+        if self._watched:
+            return
+        self._watched = True
+        for module in self.model.modules():
+            if any(p.requires_grad for p in module.parameters()):
+                for name in ("state_dict", "__getstate__"):  # copy and pickle ask the instance
+                    self._replaced.enter_context(self._asking(module, name))
 
-    def _unwatch(self) -> None:
+    @contextlib.contextmanager
+    def _asking(self, module: nn.Module, name: str) -> Iterator[None]:
+        """Inside, a method of the module's settles the parameters first."""
+        before = vars(module).get(name)
+
+        def settled(*args: object, **kwargs: object) -> object:
+            self._settle()
+            own = getattr(module, name, None)  # object has no __getstate__ before Python 3.11
+            return vars(module) if own is None else own(*args, **kwargs)
+
+        vars(module)[name] = settled
+        try:
+            yield
+        finally:
+            vars(module).pop(name, None)
+            if before is not None:
+                vars(module)[name] = before
+
+    def _unhook(self) -> None:
         if self._forward_hook is not None:
             self._forward_hook.remove()
             self._forward_hook = None
 
+    def _unwatch(self) -> None:
+        self._unhook()
+        self._replaced.close()
+        self._watched = False
+
     def _settle(self, *_: object) -> None:
         self._unwatch()
         self.settle()
-
-    @contextlib.contextmanager
-    def _settled_copies(self, module: nn.Module) -> Iterator[None]:
-        """State dicts, copies and pickles of the module hold theta, and no hook of ours."""
-        hook = module.register_state_dict_pre_hook(self._settle)
-
-        def state() -> object:
-            self._settle()
-            del vars(module)["__getstate__"]
-            try:
-                own = getattr(module, "__getstate__", None)  # object has one from Python 3.11 on
-                held = vars(module) if own is None else own()
-            finally:
-                vars(module)["__getstate__"] = state
-            if not isinstance(held, dict):
-                return held
-            hooks = module._state_dict_pre_hooks.items()
-            kept = OrderedDict((number, other) for number, other in hooks if number != hook.id)
-            ordinary = {name: value for name, value in held.items() if name != "__getstate__"}
-            return ordinary | {"_state_dict_pre_hooks": kept}
-
-        vars(module)["__getstate__"] = state  # copy and pickle ask the instance
-        try:
-            yield
-        finally:
-            vars(module).pop("__getstate__", None)
-            hook.remove()
 
 
 def all_known(watchers: Iterable[object]) -> bool:

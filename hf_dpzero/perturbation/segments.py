@@ -9,7 +9,7 @@ that FSDP2 keeps on several processes in `GridParts`, lower precisions in a `Rou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -21,13 +21,12 @@ from hf_dpzero.perturbation.directions import (
     DITHER_STEP,
     DirectionStream,
     Words,
-    dither,
     draw_words_together,
 )
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.torch_reference import (
     Members,
-    Number,
+    Part,
     Pieces,
     Terms,
     half_precision,
@@ -39,7 +38,7 @@ CHUNK = 1 << 19  # coordinates worked on at a time by torch operations
 _SLICE = 1 << 16  # the same, where a dozen temporaries of that size are made
 _SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
 Kernel = Callable[..., None]
-Numbers = list[NDArray[Any]]
+Numbers = Sequence[NDArray[np.generic]]
 
 
 class Change(NamedTuple):
@@ -63,11 +62,11 @@ class GridState(TypedDict):
 
 
 class Chunk(NamedTuple):
-    """Some elements of a segment: their values, members' numbers [M] -> each element's, dithers."""
+    """Some elements of a segment: their values, where they lie, which members they may be of."""
 
     values: Tensor
-    spread: Callable[[NDArray[np.float32]], Tensor]
-    dithers: Tensor
+    part: Part
+    own: slice
 
 
 class Segment:
@@ -123,28 +122,16 @@ class Segment:
         # the dithers of the first elements here, from those of the tensors' first elements
         return words + np.uint32(self.first * DITHER_STEP % 2**32) if self.first else words
 
-    def _spread(self, values: NDArray[Number], start: int, stop: int) -> Tensor:
-        """values [M], one a member, for each of the elements start .. stop (or [1] if M is 1)."""
-        if self.members is not None:
-            values = self.members.spread(values, start, stop)
-        return torch.from_numpy(values).to(self.flat.device)
+    def _part(self, start: int, stop: int) -> Part:
+        # numbers of members, spread over the elements start .. stop
+        return Part(start, stop, self.first + start, self.members, self.flat.device)
 
-    def _dithers(self, words: Words, start: int, stop: int) -> Tensor:
-        """The dither of the elements start .. stop, int64, from each member's starting word."""
-        index = torch.arange(start, stop, device=self.flat.device)
-        index = index - self._spread(np.array(self.starts, np.int64), start, stop)
-        return dither(self._spread(words.astype(np.int64), start, stop), index + self.first)
-
-    def _chunks(self, words: Words) -> Iterator[Chunk]:
-        """All elements, a slice at a time, with dithers that start at the members' words."""
+    def _chunks(self) -> Iterator[Chunk]:
+        """All elements, a slice at a time."""
         size = self.flat.numel()
         for start in range(0, size, _SLICE):
             stop = min(start + _SLICE, size)
-
-            def spread(values: NDArray[np.float32], a: int = start, b: int = stop) -> Tensor:
-                return self._spread(values, a, b)
-
-            yield Chunk(self.flat[start:stop], spread, self._dithers(words, start, stop))
+            yield Chunk(self.flat[start:stop], self._part(start, stop), slice(None))
 
 
 class GridSegment(Segment):
@@ -308,10 +295,11 @@ class GridSegment(Segment):
           decayed: bool [M], which members.
         """
         rates = np.where(decayed, -decay, 0.0).astype(np.float32)
-        spacings = self.spacing.astype(np.float32)
-        for values, spread, dithers in self._chunks(stream.tensor_words(self.numbers)[3]):
-            spacing = spread(spacings)
-            values += stochastically_rounded(values * spread(rates) / spacing, dithers) * spacing
+        spacings, words = self.spacing.astype(np.float32), stream.tensor_words(self.numbers)[3]
+        for values, part, own in self._chunks():
+            spacing, dithers = part.of(spacings[own]), part.dither(words[own])
+            steps = values * part.of(rates[own]) / spacing
+            values += stochastically_rounded(steps, dithers) * spacing
 
     def add_dense_(
         self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float
@@ -331,7 +319,8 @@ class GridSegment(Segment):
         spacing = float(self.spacing[m])
         self.bounds[m] += growth + spacing
         place = slice(self.starts[m] + start, self.starts[m] + start + values.numel())
-        dithers = self._dithers(stream.tensor_words(self.numbers)[2], place.start, place.stop)
+        words = stream.tensor_words(self.numbers)[2]
+        dithers = self._part(place.start, place.stop).dither(words)
         self.flat[place] += stochastically_rounded(values / spacing, dithers) * spacing
 
 
@@ -379,15 +368,12 @@ class GridParts(GridSegment):
     def _shifted(self, words: Words) -> Words:
         return words + (self.firsts * np.uint64(DITHER_STEP)).astype(np.uint32)
 
-    def _chunks(self, words: Words) -> Iterator[Chunk]:
-        for m, (flat, word) in enumerate(zip(self.flats, self._shifted(words), strict=True)):
-
-            def spread(values: NDArray[np.float32], m: int = m) -> Tensor:
-                return torch.from_numpy(values[m : m + 1]).to(self.flat.device)
-
+    def _chunks(self) -> Iterator[Chunk]:
+        for m, (flat, first) in enumerate(zip(self.flats, self.firsts.tolist(), strict=True)):
             for start in range(0, flat.numel(), _SLICE):
-                index = torch.arange(start, min(start + _SLICE, flat.numel()), device=flat.device)
-                yield Chunk(flat[start : start + _SLICE], spread, dither(int(word), index))
+                stop = min(start + _SLICE, flat.numel())
+                part = Part(start, stop, first + start, None, flat.device)
+                yield Chunk(flat[start:stop], part, slice(m, m + 1))
 
     def apply_(self, changes: Sequence[Change]) -> int:
         """Makes the changes in place; returns the bytes of parameters read and written."""
@@ -460,15 +446,18 @@ class RoundedSegment(Segment):
     def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
         """Makes theta <- (1 - decay) theta for some members, as `GridSegment.decay_`."""
         rates = np.where(decayed, decay, 0.0).astype(np.float32)
-        for part, spread, dithers in self._chunks(stream.tensor_words(self.numbers)[3]):
-            values = part.float()
-            part.copy_(half_precision(values - values * spread(rates), dithers, part.dtype))
+        words = stream.tensor_words(self.numbers)[3]
+        for held, part, own in self._chunks():
+            values = held.float()
+            left = values - values * part.of(rates[own])
+            held.copy_(half_precision(left, part.dither(words[own]), held.dtype))
 
     def add_dense_(
         self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float
     ) -> None:
         """Adds dense values to a member, as `GridSegment.add_dense_`; `reach` is not used."""
         place = slice(self.starts[m] + start, self.starts[m] + start + values.numel())
-        dithers = self._dithers(stream.tensor_words(self.numbers)[2], place.start, place.stop)
+        words = stream.tensor_words(self.numbers)[2]
+        dithers = self._part(place.start, place.stop).dither(words)
         summed = self.flat[place].float() + values
         self.flat[place] = half_precision(summed, dithers, self.flat.dtype)

@@ -60,7 +60,7 @@ def epsilon_after(spec: StepSpec, steps: int, delta: float) -> float:
     return epsilon_together(((spec, steps),), delta)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # logs, reports and checks ask for the same steps again
 def epsilon_together(parts: tuple[Part, ...], delta: float) -> float:
     """Returns epsilon at `delta` of all steps of all parts, an upper bound.
 
@@ -152,6 +152,7 @@ def _gaussian(parts: Sequence[Part], delta: float) -> float:
         squares = (n * (spec.sensitivity / spec.noise_multiplier) ** 2 for spec, n in parts)
         sigma = 1 / math.sqrt(math.fsum(squares))
     epsilon = float(get_epsilon_gaussian(sigma, delta))
+    # The library finds a root numerically: a little more is a bound whatever its last bits are.
     return epsilon * (1 + 1e-9) + 1e-11 if epsilon > 0 else 0.0
 
 
@@ -252,7 +253,7 @@ def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> f
             return composed_epsilon(kinds, delta, grid)
         return _pld_on_grid(parts, delta, smaller, grid)
 
-    coarse = epsilon(rough)
+    coarse = epsilon(rough)  # a bound too, so the smaller of the two may be taken
     total = coarse if math.isfinite(coarse) else 0.0
     grid = max(min(typical / 64, 1e-3), widest / points, total / 2**17, 1e-10)
     return coarse if grid >= rough else min(coarse, epsilon(grid))
@@ -452,6 +453,7 @@ def smallest_argument(
             break
         # the secant's root plus a third of the tolerance: just on the side that keeps the target
         guess = x - y / slope + tolerance / 3 if math.isfinite(y) else math.nan
+        # f may have steps and infinities, where secants do not converge: bisection always does.
         x = guess if low < guess < high and attempt < 20 else (low + high) / 2
     if math.isfinite(best) and not (
         low == math.log(MIN_NOISE_MULTIPLIER) and high - low <= tolerance

@@ -161,6 +161,7 @@ def _where(losses: np.ndarray, sigma: float, q: float) -> np.ndarray:
     inner = np.where(
         losses > 30,
         losses - math.log(q) + np.log1p(-(1 - q) * np.exp(-losses)),
+        # a grid point that rounds to log(1 - q) itself has no x: it gets a very small one
         np.log1p(np.maximum(np.expm1(np.minimum(losses, 30.0)) / q, -1 + 1e-300)),
     )
     return np.asarray(sigma**2 * inner + 0.5)

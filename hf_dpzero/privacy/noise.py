@@ -249,6 +249,7 @@ def normal_quantiles(words: np.ndarray, more: Callable[[int], np.ndarray]) -> np
     high, low = more(2 * len(rare)).reshape(2, -1).astype(np.float64)
     fraction = (high + low * 2.0**-64) * 2.0**-64
     uniform[rare] = ((words[rare] >> np.uint64(1)).astype(np.float64) + fraction) * 2.0**-64
+    # 0 would be an infinite number; below 2^-192 lies 2^-191 of the law, far beyond 16 deviations
     quantile = ndtri(np.maximum(uniform, 2.0**-192))
     return np.where(words & np.uint64(1), -quantile, quantile)
 

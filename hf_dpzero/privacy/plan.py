@@ -399,6 +399,7 @@ class PrivacyPlan:
 
     def digest(self) -> str:
         """Returns the SHA-256 (hex) of the canonical JSON, which equal plans share everywhere."""
+        # Keys in one order and no spaces: the digest may depend on the plan alone, not on who wrote it.
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 

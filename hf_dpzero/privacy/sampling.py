@@ -56,6 +56,7 @@ class Sampler(Described, ABC):
     expected_batch_size: float
 
     def __post_init__(self) -> None:
+        # 64 and 64.0 are one sampler, with one description and one digest of its plan.
         object.__setattr__(self, "expected_batch_size", float(self.expected_batch_size))
         check_count("num_examples", self.num_examples)
         size = self.expected_batch_size
@@ -80,6 +81,7 @@ class Sampler(Described, ABC):
         >>> PoissonSampler(num_examples=15, expected_batch_size=15 / 13).steps_per_epoch  # rounded
         13
         """
+        # A quotient that floats round up over a whole number is no further step.
         return math.ceil(self.num_examples / self.expected_batch_size - 1e-9)
 
     @property
@@ -288,12 +290,12 @@ def _subset(
     n: int, size: int, step: int, key: bytes, domain: bytes, attempt: int = 0
 ) -> np.ndarray:
     """Draws a uniform subset of range(n): the positions of its `size` smallest words."""
-    # If the largest kept and the smallest dropped word are equal, the words are drawn again; given
-    # that they differ, exchangeability of the words makes all subsets equally likely, exactly.
     if size >= n:
         return np.arange(n, dtype=np.int64)
     words = _words(n, step, key, domain, attempt)
     kept, dropped = np.partition(words, (size - 1, size))[size - 1 : size + 1]
+    # With a tie the place in the data set would decide; given that there is none, all subsets are
+    # equally likely, because the words are exchangeable.
     if kept == dropped:
         return _subset(n, size, step, key, domain, attempt + 1)
     return np.flatnonzero(words <= kept).astype(np.int64)

@@ -87,6 +87,7 @@ class TrialCount:
 
     def draw(self) -> int:
         """Draws K, exactly, from operating-system entropy. Secret: tell nobody."""
+        # Coins of probability 1 / E K, in integers: rounding would change the law that is accounted.
         last, count = 1 / Fraction(self.mean), 1
         while secrets.randbelow(last.denominator) >= last.numerator:
             count += 1

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from whole_directions import direction_vector
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
+from hf_dpzero.estimators.forward_passes import FrozenPrefix
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import batch_size, evaluation_mode
 from hf_dpzero.perturbation.directions import Direction
@@ -88,14 +89,6 @@ def test_microbatches_of_one_and_eight_agree_on_a_transformer(tiny_bert):
     ones = settled(estimate, [pick(batch, [i]) for i in range(8)], us(2))
     assert float((eight - ones).abs().max()) < 4e-3
     assert float(eight.abs().mean()) > 0.02
-
-
-def test_order_within_equal_shapes_does_not_matter_bit_for_bit(tiny_bert):
-    estimate = estimator(tiny_bert(), select_objective(tiny_bert()))
-    batch = token_batch(4)
-    ones = [settled(estimate, [pick(batch, [i])], us(2)) for i in range(4)]
-    backwards = settled(estimate, [pick(batch, [i]) for i in (3, 2, 1, 0)], us(2))
-    assert torch.equal(backwards, torch.cat(ones[::-1]))
 
 
 def pick(batch: Batch, indices: list[int]) -> Batch:
@@ -260,19 +253,13 @@ def test_compiled_models_are_moved_as_a_whole(part):
     if part == "module":
         model[0].compile(backend="eager")
     space = ParameterSpace.from_model(compiled, smoothing=1e-3)
-    assert FiniteDifferences(compiled, space, quadratic_loss, 1e-3).strategy == "whole_model"
+    model[0].requires_grad_(False)
+    assert FrozenPrefix(model).worthwhile
+    chosen = FiniteDifferences(compiled, space, quadratic_loss, 1e-3)
+    assert (chosen.strategy, chosen.prefix) == ("whole_model", None)
     for strategy in ("layerwise", "stacked"):
         with pytest.raises(ValueError, match="compiled code does not follow: use strategy='whole"):
             FiniteDifferences(compiled, space, quadratic_loss, 1e-3, strategy=strategy)
-
-
-def test_compiled_models_do_not_reuse_a_prefix():
-    model = two_layers(FLOAT, FLOAT)
-    model[0].requires_grad_(False)
-    space = ParameterSpace.from_model(model, smoothing=1e-3)
-    assert FiniteDifferences(model, space, quadratic_loss, 1e-3).prefix is not None
-    compiled: Any = torch.compile(model, backend="eager")
-    assert FiniteDifferences(compiled, space, quadratic_loss, 1e-3).prefix is None
 
 
 def test_whole_model_moves_once_per_sign_whatever_the_number_of_microbatches():

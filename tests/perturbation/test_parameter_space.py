@@ -773,6 +773,25 @@ def test_dense_step_adds_u_and_the_noise_within_a_grid_step():
     assert same(space.tensors, moved)
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_gram_of_the_full_space(distribution, monkeypatch):
+    """Of one Rademacher direction, without drawing anything."""
+    space = space_of(some_tensors(), distribution=distribution)
+    us = directions_of(2, 5)
+    rows = [direction_vector(u, distribution, space.layout, torch.float64) for u in us]
+    matrix = torch.stack(rows)
+    gram, expected = space.gram(us), matrix @ matrix.T
+    if distribution == "rademacher":
+        assert torch.equal(gram, expected.round())
+        monkeypatch.setattr(dispatch, "coordinates", lambda *_: pytest.fail("drew coordinates"))
+        assert space.gram([Direction(KEY, 0)]).tolist() == [[float(space.dimension)]]
+    else:
+        assert torch.allclose(gram, expected, rtol=1e-6, atol=1e-6 * space.dimension)
+    fixed = distribution != "gaussian"  # the norm of a drawn one is its stream's
+    norms = [space.dimension if fixed else space.stream(u).squared_norm() for u in us]
+    assert gram.diag().tolist() == pytest.approx(norms)
+
+
 def peak_resident_bytes() -> int:
     with open("/proc/self/status") as status:
         return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) * 1024

@@ -8,6 +8,7 @@ from statistics import NormalDist
 from typing import Any
 
 import pytest
+from scipy.optimize import brentq
 
 from hf_dpzero.privacy.mechanisms import DPSGD, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -89,16 +90,12 @@ def test_a_tiny_sampling_rate_beside_wide_losses_stays_tight():
     both = after(second, (first, 1)).epsilon(DELTA)
     mu = math.sqrt(1 + (64 / 1024) ** 2 * 200 * math.expm1(1 / 16))  # central limit
     phi = NormalDist().cdf
-    expected = _root(lambda e: phi(mu / 2 - e / mu) - math.exp(e) * phi(-mu / 2 - e / mu) - DELTA)
+
+    def excess(e: float) -> float:
+        return phi(mu / 2 - e / mu) - math.exp(e) * phi(-mu / 2 - e / mu) - DELTA
+
+    expected = brentq(excess, 0, 50)
     assert expected * 0.99 < both < expected * 1.03
-
-
-def _root(f: Any) -> float:
-    low, high = 0.0, 50.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if f(middle) > 0 else (low, middle)
-    return high
 
 
 def test_laplace_runs_add_their_pure_epsilons():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from hf_dpzero.privacy.mechanisms import (
     DPSGD,
@@ -194,6 +196,31 @@ def test_mechanism_keeps_bad_rows_out(mechanism):
     bad = torch.full((2, width(mechanism)), math.nan)
     bad[1] = math.inf
     assert total(mechanism, torch.cat([bad, rows])) == total(mechanism, rows)
+
+
+@pytest.mark.false_alarm(2e-6)  # 1e-7 a mechanism
+@pytest.mark.parametrize(
+    "mechanism", [m for m in MECHANISM_ROWS if m.private], ids=lambda m: m.name
+)
+def test_mechanism_noise_has_the_accounted_scale_and_no_other(mechanism):
+    """sigma C (of adaptive clipping z_d C) over B, or over the groups; not 2/3 or 3/2 of it."""
+    if hasattr(mechanism, "release_part"):
+        draws = mechanism.release_part(np.zeros(8000), SecureNoise(), 0, 0)
+    else:
+        wide, empty = dataclasses.replace(mechanism, num_directions=80), torch.empty(0, 80)
+        released = [wide.release(wide.clip_sum(empty), 0, SecureNoise())[:80] for _ in range(100)]
+        draws = np.array(released).ravel()
+    averaged = getattr(mechanism, "clipping", "") == "averaged"
+    sigma = getattr(mechanism, "sum_multiplier", mechanism.noise_multiplier)
+    scale = sigma * mechanism.clip / (mechanism.clip_groups if averaged else mechanism.divisor)
+    law = stats.laplace() if mechanism.distribution == "laplace" else stats.norm()
+    edges = law.ppf(np.linspace(0, 1, 51))
+
+    def p(scale: float) -> float:
+        return stats.chisquare(np.histogram(draws / scale, edges)[0]).pvalue
+
+    assert p(scale) > 1e-7
+    assert max(p(scale * 2 / 3), p(scale * 3 / 2)) < 1e-50
 
 
 @pytest.mark.false_alarm(3e-6)  # equal float32: 2e-8 a pair, 70 pairs

@@ -293,11 +293,6 @@ def test_rounding_bounds_every_row_and_column(kind, restart):
     assert norm <= factorization.rounding * (1 + 1e-12) and factorization.rounding <= 4 * norm
 
 
-def test_roundings_by_hand():
-    """Of 6 draws: 1 newest, 3, 2: own group's size, and one for the own and each newer group."""
-    assert roundings(6).tolist() == [2 + 3, 2 + 3, 3 + 2, 3 + 2, 3 + 2, 1 + 1]
-
-
 def test_the_slack_of_correlated_vectors():
     """A run of N numbers whose log-ratios have H as their root mean square."""
     draws = correlated_draws(10**6, 1000, 200.0)

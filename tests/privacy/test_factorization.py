@@ -18,7 +18,6 @@ from hf_dpzero.privacy.correlated.factorization import (
     epoch_sensitivity,
     independent,
     optimized,
-    reciprocal,
     toeplitz,
     tree,
     tree_least_squares,
@@ -113,10 +112,6 @@ def test_bands():
     assert banded(10, 99).prefix_error == pytest.approx(toeplitz(10).prefix_error)
     assert banded(10, 3).noise_row(9).draws.tolist() == [7, 8, 9]
     assert banded(300, 32).sensitivity != pytest.approx(toeplitz(300).sensitivity, rel=1e-3)
-
-
-def test_reciprocal_of_a_power_series():
-    assert reciprocal(np.array([1.0, -0.5]), 4).tolist() == [1.0, 0.5, 0.25, 0.125]
 
 
 def test_long_runs_hold_no_matrix_of_rounds_by_rounds():

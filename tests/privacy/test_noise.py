@@ -115,12 +115,6 @@ def test_insecure_noise_is_a_function_of_seed_and_step():
     assert a.gaussian(1e9, 2, 0)[0] != a.gaussian(1e9, 2, 0)[1]
 
 
-def test_names_say_what_is_secure():
-    assert SecureNoise().secure
-    assert not InsecureSeededNoise().secure
-    assert "NOT_PRIVATE" in InsecureSeededNoise().name
-
-
 @pytest.mark.false_alarm(2e-7)  # chi-square 1e-7, a correlation of 6 deviations
 @pytest.mark.parametrize("source", [SecureNoise(), InsecureSeededNoise(5)], ids=lambda s: s.name)
 def test_normals(source):

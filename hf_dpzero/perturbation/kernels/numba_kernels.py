@@ -32,6 +32,7 @@ from hf_dpzero.perturbation.kernels.numba_tiles import (
     load_float16,
     normal_cells,
     normals,
+    over_all,
     part_lanes,
     round_signs_bfloat16,
     store_bfloat16,
@@ -89,48 +90,52 @@ def _row_amounts(amounts, row_amounts, rows, first):
 
 
 @_jit
-def _signs_range(out, source, offset, keys, amounts, rows, begin, end):
+def _signs_range(out, source, offset, firsts, keys, amounts, rows, begin, end):
     first, second = np.zeros(TILE, _f32), np.zeros(TILE, _f32)
     words, row_amounts = np.empty((4, LANES), _u32), np.zeros(_ROWS, _f32)
-    e = begin
-    while e < end:
-        tile, shift = (offset + e) // TILE, (offset + e) % TILE
-        count = min(TILE - shift, end - e)
-        whole = count == TILE
-        if not whole:
-            copy(first[shift : shift + count], source[e : e + count])
-        for t in range(keys.shape[0]):
-            fill_words(words, LANES, _u64(tile * LANES), keys[t])
-            _row_amounts(amounts[t], row_amounts, rows, (e - shift) // LANES)
-            given = source[e : e + count] if whole and t == 0 else first
-            add_signs_to_tile(second, given, words, row_amounts)
-            first, second = second, first
-        copy(out[e : e + count], first[shift : shift + count])
-        e += count
+    for p in range(firsts.size):
+        target, given, place, e = out[p], source[p], offset + firsts[p], begin
+        while e < end:
+            tile, shift = (place + e) // TILE, (place + e) % TILE
+            count = min(TILE - shift, end - e)
+            whole = count == TILE
+            if not whole:
+                copy(first[shift : shift + count], given[e : e + count])
+            for t in range(keys.shape[0]):
+                fill_words(words, LANES, _u64(tile * LANES), keys[t])
+                _row_amounts(amounts[t], row_amounts, rows, (e - shift) // LANES)
+                added_to = given[e : e + count] if whole and t == 0 else first
+                add_signs_to_tile(second, added_to, words, row_amounts)
+                first, second = second, first
+            copy(target[e : e + count], first[shift : shift + count])
+            e += count
 
 
 @_jit
 def _normals_range(
-    out, source, offset, keys, new, old, update, spacing, dithers, starts, rows, table, begin, end
-):
+    out, source, offset, firsts, keys, new, old, update, spacing, dithers, starts, rows, table,
+    begin, end,
+):  # fmt: skip
     first, second = np.empty(TILE, _f32), np.empty(TILE, _f32)
     z_buffer, words = np.empty(TILE + 128, _f32), np.empty((4, TILE // 4 + 32), _u32)
-    e = begin
-    while e < end:
-        m = rows[e // 32] if rows.size else 0
-        count = min(TILE, end_of_member(rows, e, min(end, e + TILE)) - e)
-        copy(first[:count], source[e : e + count])
-        for t in range(keys.shape[0]):
-            z = normals(z_buffer, words, offset + e, count, keys[t], table)
-            target, given = second[:count], first[:count]
-            if update[t, m] == _f32(0):
-                _move_normals(target, given, z, new[t, m], old[t, m], spacing[m])
-            else:
-                d = _u32(dithers[t, m] + _u32(e - starts[m]) * _STEP)
-                _update_normals(target, given, z, new[t, m], old[t, m], update[t, m], spacing[m], d)
-            first, second = second, first
-        copy(out[e : e + count], first[:count])
-        e += count
+    for p in range(firsts.size):
+        e = begin
+        while e < end:
+            m = rows[e // 32] if rows.size else 0
+            count = min(TILE, end_of_member(rows, e, min(end, e + TILE)) - e)
+            copy(first[:count], source[p, e : e + count])
+            index = firsts[p] + e
+            for t in range(keys.shape[0]):
+                z = normals(z_buffer, words, offset + index, count, keys[t], table)
+                to, given = second[:count], first[:count]
+                if update[t, m] == _f32(0):
+                    _move_normals(to, given, z, new[t, m], old[t, m], spacing[m])
+                else:
+                    d = _u32(dithers[t, m] + _u32(index - starts[m]) * _STEP)
+                    _update_normals(to, given, z, new[t, m], old[t, m], update[t, m], spacing[m], d)
+                first, second = second, first
+            copy(out[p, e : e + count], first[:count])
+            e += count
 
 
 @_jit
@@ -151,24 +156,6 @@ def _squares_range(first, key, table, begin, end):
     return low, high
 
 
-@_jit
-def _signs_pieces(out, source, offset, firsts, keys, amounts, rows):
-    end = out.shape[1]
-    for p in range(firsts.size):
-        _signs_range(out[p], source[p], offset + firsts[p], keys, amounts, rows, 0, end)
-
-
-@_jit
-def _normals_pieces(
-    out, source, offset, firsts, keys, new, old, update, spacing, dithers, rows, table
-):
-    for p in range(firsts.size):
-        _normals_range(
-            out[p], source[p], offset + firsts[p], keys, new, old, update, spacing, dithers,
-            -firsts[p : p + 1], rows, table, 0, out.shape[1],
-        )  # fmt: skip
-
-
 def sum_of_squared_normals(key: Unsigned, start: int, count: int) -> int:
     """Computes `directions.sum_of_squared_normals`."""
     sums: list[int] = []  # integers: their order does not matter
@@ -186,11 +173,9 @@ def add_signs(
     members: Members | None, pieces: Pieces,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_signs`."""
-    flat, given, _, rows = arrays(out, source, members, pieces)
-    if pieces is not None:
-        return _signs_pieces(flat, given, offset, pieces, keys, amounts, rows)
-    work = functools.partial(_signs_range, flat, given, offset, keys, amounts, rows)
-    in_parallel(work, flat.size, offset % TILE)
+    flat, given, firsts, _, rows = arrays(out, source, members, pieces)
+    work = functools.partial(_signs_range, flat, given, offset, firsts, keys, amounts, rows)
+    over_all(work, flat, offset)
 
 
 def add_normals(
@@ -198,28 +183,35 @@ def add_normals(
     update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_normals`."""
-    flat, given, starts, rows = arrays(out, source, members, pieces)
-    rest = (keys, new, old, update, spacing, dithers)
-    if pieces is not None:
-        return _normals_pieces(flat, given, offset, pieces, *rest, rows, normal_cells())
-    work = functools.partial(
-        _normals_range, flat, given, offset, *rest, starts, rows, normal_cells()
+    flat, given, firsts, starts, rows = arrays(out, source, members, pieces)
+    terms = (keys, new, old, update, spacing, dithers)
+    end = (starts, rows, normal_cells())
+    over_all(
+        functools.partial(_normals_range, flat, given, offset, firsts, *terms, *end), flat, offset
     )
-    in_parallel(work, flat.size, offset % TILE)
 
 
 # ---------------------------------------------------------------- bfloat16 and float16
 
 
 @_jit
+def _plain_tile(out, source, e, place, index, key, amount, dither, words, parted, streamed):
+    """`_sum_tile` of one term of signs, for a whole tile of one bfloat16 tensor."""
+    fill_words(words, LANES, _u64(place // TILE * LANES), key)
+    part_lanes(parted, words)
+    d = _u32(dither + _u32(index) * _STEP)
+    round_signs_bfloat16(out, source, e, parted, amount, d, streamed)
+
+
+@_jit
 def _sum_tile(
-    out, source, begin, stop, offset, keys, gaussian, coefficients, dithers, starts, rows, is_half,
-    table, values, scratch, z_buffer, words, sign_words, row_amounts,
+    out, source, begin, stop, offset, first, keys, gaussian, coefficients, dithers, starts, rows,
+    is_half, table, values, scratch, z_buffer, words, sign_words, row_amounts,
 ):  # fmt: skip
     """out = source + the terms, rounded, for elements begin .. stop, all in one of the signs' tiles."""
+    place, count = offset + first + begin, stop - begin
     bits, scratch_bits = values.view(_u32), scratch.view(_u32)
-    tile, shift = (offset + begin) // TILE, (offset + begin) % TILE
-    count = stop - begin
+    shift = place % TILE
     here = slice(shift, shift + count)
     if is_half:
         load_float16(values[here], scratch[here], scratch_bits[here], source[begin:stop])
@@ -227,18 +219,18 @@ def _sum_tile(
         load_bfloat16(bits[here], source[begin:stop])
     for t in range(keys.shape[0]):
         if gaussian:
-            z = normals(z_buffer, words, offset + begin, count, keys[t], table)
+            z = normals(z_buffer, words, place, count, keys[t], table)
             add_scaled(scratch[here], values[here], z, coefficients[t])
         else:
             row_amounts[:] = coefficients[t]
-            fill_words(sign_words, LANES, _u64(tile * LANES), keys[t])
+            fill_words(sign_words, LANES, _u64(place // TILE * LANES), keys[t])
             add_signs_to_tile(scratch, values, sign_words, row_amounts)
         values, scratch = scratch, values
         bits, scratch_bits = scratch_bits, bits
     e = begin
     while e < stop:
         m, upto = rows[e // 32] if rows.size else 0, end_of_member(rows, e, stop)
-        d = _u32(dithers[m] + _u32(e - starts[m]) * _STEP)
+        d = _u32(dithers[m] + _u32(first + e - starts[m]) * _STEP)
         here = slice(shift, shift + upto - e)
         if is_half:
             store_float16(
@@ -251,87 +243,51 @@ def _sum_tile(
 
 
 @_jit
-def _is_plain(keys, gaussian, rows, is_half):
-    return rows.size == 0 and keys.shape[0] == 1 and not gaussian and not is_half
-
-
-@_jit
 def _rounded_range(
-    out, source, offset, keys, gaussian, coefficients, dithers, starts, rows, is_half, table, streamed,
-    begin, end,
+    out, settled, offset, firsts, keys, gaussian, coefficients, dithers, update_keys,
+    update_gaussian, update_coefficients, update_dithers, starts, rows, is_half, table, streamed,
+    updated, begin, end,
 ):  # fmt: skip
+    """settled += the update, if `updated`; out = settled + the terms: a tile at a time."""
     values, scratch = np.zeros(TILE, _f32), np.zeros(TILE, _f32)
     z_buffer, words = np.empty(TILE + 128, _f32), np.empty((4, TILE // 4 + 32), _u32)
     sign_words, parted = np.empty((4, LANES), _u32), np.empty((4, LANES), _u32)
-    row_amounts, plain = np.empty(128, _f32), _is_plain(keys, gaussian, rows, is_half)
+    row_amounts, one_tensor = np.empty(128, _f32), rows.size == 0 and not is_half
+    plain = one_tensor and keys.shape[0] == 1 and not gaussian
+    plain_update = updated and one_tensor and update_keys.shape[0] == 1 and not update_gaussian
     key, amount, dither = keys[0], coefficients[0], dithers[0]
-    e = begin
-    while e < end:
-        stop = min(e + TILE - (offset + e) % TILE, end)
-        if plain and stop - e == TILE:
-            fill_words(sign_words, LANES, _u64((offset + e) // TILE * LANES), key)
-            part_lanes(parted, sign_words)
-            d = _u32(dither + _u32(e - starts[0]) * _STEP)
-            round_signs_bfloat16(out, source, e, parted, amount, d, streamed)
-        else:
-            _sum_tile(
-                out, source, e, stop, offset, keys, gaussian, coefficients, dithers, starts, rows,
-                is_half, table, values, scratch, z_buffer, words, sign_words, row_amounts,
-            )  # fmt: skip
-        e = stop
-    if streamed:
-        fence()
-
-
-@_jit
-def _updated_range(
-    out, settled, offset, keys, gaussian, coefficients, dithers, new_keys, new_gaussian,
-    new_coefficients, new_dithers, starts, rows, is_half, table, streamed, begin, end,
-):  # fmt: skip
-    """The update's tile is still in the cache when the perturbation reads it."""
-    values, scratch = np.zeros(TILE, _f32), np.zeros(TILE, _f32)
-    z_buffer, words = np.empty(TILE + 128, _f32), np.empty((4, TILE // 4 + 32), _u32)
-    sign_words, parted = np.empty((4, LANES), _u32), np.empty((4, LANES), _u32)
-    row_amounts, plain = np.empty(128, _f32), _is_plain(keys, gaussian, rows, is_half)
-    plain = plain and _is_plain(new_keys, new_gaussian, rows, is_half)
-    key, amount, dither = keys[0], coefficients[0], dithers[0]
-    new_key, new_amount, new_dither = new_keys[0], new_coefficients[0], new_dithers[0]
-    e = begin
-    while e < end:
-        stop = min(e + TILE - (offset + e) % TILE, end)
-        if plain and stop - e == TILE:
-            call, moved = _u64((offset + e) // TILE * LANES), _u32(e - starts[0]) * _STEP
-            fill_words(sign_words, LANES, call, key)
-            part_lanes(parted, sign_words)
-            round_signs_bfloat16(settled, settled, e, parted, amount, _u32(dither + moved), False)
-            fill_words(sign_words, LANES, call, new_key)
-            part_lanes(parted, sign_words)
-            d = _u32(new_dither + moved)
-            round_signs_bfloat16(out, settled, e, parted, new_amount, d, streamed)
-        else:
-            _sum_tile(
-                settled, settled, e, stop, offset, keys, gaussian, coefficients, dithers, starts,
-                rows, is_half, table, values, scratch, z_buffer, words, sign_words, row_amounts,
-            )  # fmt: skip
-            _sum_tile(
-                out, settled, e, stop, offset, new_keys, new_gaussian, new_coefficients, new_dithers,
-                starts, rows, is_half, table, values, scratch, z_buffer, words, sign_words,
-                row_amounts,
-            )  # fmt: skip
-        e = stop
-    if streamed:
-        fence()
-
-
-@_jit
-def _rounded_pieces(
-    out, source, offset, firsts, keys, gaussian, coefficients, dithers, rows, is_half, table
-):
+    other_key, other_amount = update_keys[0], update_coefficients[0]
+    other_dither = update_dithers[0]
     for p in range(firsts.size):
-        _rounded_range(
-            out[p], source[p], offset + firsts[p], keys, gaussian, coefficients, dithers,
-            -firsts[p : p + 1], rows, is_half, table, False, 0, out.shape[1],
-        )  # fmt: skip
+        target, given, first, e = out[p], settled[p], firsts[p], begin
+        while e < end:
+            index, place = first + e, offset + first + e
+            stop = min(e + TILE - place % TILE, end)
+            whole = stop - e == TILE
+            if plain_update and whole:  # its tile is still in the cache when the rest reads it
+                _plain_tile(
+                    given, given, e, place, index, other_key, other_amount, other_dither, sign_words,
+                    parted, False,
+                )  # fmt: skip
+            elif updated:
+                _sum_tile(
+                    given, given, e, stop, offset, first, update_keys, update_gaussian,
+                    update_coefficients, update_dithers, starts, rows, is_half, table, values,
+                    scratch, z_buffer, words, sign_words, row_amounts,
+                )  # fmt: skip
+            if plain and whole:
+                _plain_tile(
+                    target, given, e, place, index, key, amount, dither, sign_words, parted, streamed,
+                )  # fmt: skip
+            else:
+                _sum_tile(
+                    target, given, e, stop, offset, first, keys, gaussian, coefficients, dithers,
+                    starts, rows, is_half, table, values, scratch, z_buffer, words, sign_words,
+                    row_amounts,
+                )  # fmt: skip
+            e = stop
+    if streamed:
+        fence()
 
 
 def add_rounded(
@@ -339,14 +295,8 @@ def add_rounded(
     dithers: Unsigned, members: Members | None, pieces: Pieces,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_rounded`."""
-    bits = out.view(torch.uint16), source.view(torch.uint16)
-    flat, given, starts, rows = arrays(*bits, members, pieces)
-    rest = (keys, gaussian, coefficients, dithers)
-    end = (rows, out.dtype == torch.float16, normal_cells())
-    if pieces is not None:
-        return _rounded_pieces(flat, given, offset, pieces, *rest, *end)
-    work = functools.partial(_rounded_range, flat, given, offset, *rest, starts, *end, False)
-    in_parallel(work, flat.size, offset % TILE)
+    new = Terms(keys, gaussian, coefficients, dithers)
+    _round(out, source, offset, new, None, members, pieces, streamed=False)
 
 
 def perturb_rounded(
@@ -354,13 +304,18 @@ def perturb_rounded(
     members: Members | None,
 ) -> None:  # fmt: skip
     """Computes `dispatch.perturb_rounded`, in one sweep; inside `together`, at its end."""
-    bits = out.view(torch.uint16), settled.view(torch.uint16)
-    flat, given, starts, rows = arrays(*bits, members, None)
     # Streamed stores need whole cache lines, and pay where what is written is not read at once.
-    streamed = flat.size >= _LARGE and flat.ctypes.data % LINE == 0
-    end = (starts, rows, out.dtype == torch.float16, normal_cells(), streamed)
-    if update is None:
-        work = functools.partial(_rounded_range, flat, given, offset, *new, *end)
-    else:
-        work = functools.partial(_updated_range, flat, given, offset, *update, *new, *end)
-    in_parallel(work, flat.size, offset % TILE, later=True)
+    streamed = out.numel() >= _LARGE and out.data_ptr() % LINE == 0
+    _round(out, settled, offset, new, update, members, None, streamed, later=True)
+
+
+def _round(
+    out: Tensor, source: Tensor, offset: int, new: Terms, update: Terms | None,
+    members: Members | None, pieces: Pieces, streamed: bool, later: bool = False,
+) -> None:  # fmt: skip
+    bits = out.view(torch.uint16), source.view(torch.uint16)
+    flat, given, firsts, starts, rows = arrays(*bits, members, pieces)
+    end = (starts, rows, out.dtype == torch.float16, normal_cells(), streamed, update is not None)
+    terms = (*new, *(update or new))
+    work = functools.partial(_rounded_range, flat, given, offset, firsts, *terms, *end)
+    over_all(work, flat, offset, later)

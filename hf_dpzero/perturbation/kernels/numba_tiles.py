@@ -414,12 +414,26 @@ def _do_shares(jobs: list[tuple[Work, list[int]]]) -> None:
         future.result()
 
 
+def over_all(work: Work, flat: NDArray[Any], offset: int, later: bool = False) -> None:
+    """work(begin, end) over the elements of flat [1, n], or over all of each piece of flat [P, n].
+
+    Args:
+      work: as of `in_parallel`.
+      flat: as `arrays` returns it.
+      offset: index of element 0 in the directions' index space.
+      later: as of `in_parallel`.
+    """
+    pieces, size = flat.shape
+    if pieces == 1:
+        return in_parallel(work, size, offset % TILE, later)
+    work(0, size)
+
+
 def arrays(
     out: Tensor, source: Tensor, members: Members | None, pieces: Pieces
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], NDArray[np.int32]]:
-    """(out, source), [P, n / P] for P pieces, and (starts, rows) as the compiled functions take them."""
-    flat, given = out.numpy(), source.numpy()
-    if pieces is not None:
-        flat, given = flat.reshape(len(pieces), -1), given.reshape(len(pieces), -1)
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+    """(out, source), [P, n / P] for P pieces, where these begin, and (starts, rows) of members."""
+    firsts = _FIRST if pieces is None else pieces
+    flat, given = (tensor.numpy().reshape(len(firsts), -1) for tensor in (out, source))
     starts, rows = (_FIRST, _NO_ROWS) if members is None else (members.starts, members.rows)
-    return flat, given, starts, rows
+    return flat, given, firsts, starts, rows

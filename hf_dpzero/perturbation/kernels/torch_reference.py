@@ -67,7 +67,7 @@ class Terms(NamedTuple):
     dithers: Unsigned
 
 
-class _Part:
+class Part:
     """Elements start .. stop of a flat tensor, with their members' parameters spread over them.
 
     The first of them is element `first` of its tensor (its segment, under members).
@@ -80,32 +80,32 @@ class _Part:
         self.members, self.device = members, device
 
     def of(self, values: NDArray[Number]) -> Tensor:
-        """A parameter [M] for each element; [1] if there is one member."""
+        """Returns a parameter [M] for each element; [1] if there is one member."""
         if self.members is not None:
             values = self.members.spread(values, self.start, self.stop)
         return torch.from_numpy(values).to(self.device)
 
     def dither(self, starts: Unsigned) -> Tensor:
-        """The 32-bit dither of each element, int64."""
+        """Returns the 32-bit dither of each element, int64, from those where members' begin."""
         index = torch.arange(self.first, self.first + self.stop - self.start, device=self.device)
         if self.members is not None:
             index = index - self.of(self.members.starts)
         return dither(self.of(starts.astype(np.int64)), index)
 
     def raw(self, offset: int, key: Unsigned, gaussian: bool) -> Tensor:
-        """The elements' coordinates of a stream, float32."""
+        """Returns the elements' coordinates of a stream, float32."""
         u = coordinates(key, gaussian, offset + self.first, self.stop - self.start)
         values = torch.from_numpy(u).to(self.device).float()
         return values * NORMAL_UNIT if gaussian else values
 
 
-def _parts(out: Tensor, members: Members | None, pieces: Pieces) -> Iterator[_Part]:
+def _parts(out: Tensor, members: Members | None, pieces: Pieces) -> Iterator[Part]:
     firsts = [0] if pieces is None else pieces.tolist()
     width = out.numel() // len(firsts)
     for piece, first in enumerate(firsts):
         for start in range(0, width, _CHUNK):
             place = piece * width + start, piece * width + min(start + _CHUNK, width)
-            yield _Part(*place, first + start, members, out.device)
+            yield Part(*place, first + start, members, out.device)
 
 
 def add_signs(

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -414,7 +415,7 @@ def add_rounded(
 
 def _launch(
     variant: _Variant, out: Tensor, source: Tensor, offset: int, keys: Unsigned,
-    fields: list[NDArray[Any]], members: Members | None, pieces: Pieces,
+    fields: Sequence[NDArray[np.generic]], members: Members | None, pieces: Pieces,
 ) -> None:  # fmt: skip
     """Fields: float32 or uint32 [T, M], or what broadcasts to it, in the kernel's order."""
     device, count, lanes, owned = out.device, out.numel(), directions.LANES, directions.SIGNS_TILE

@@ -414,5 +414,5 @@ def _padded(series: np.ndarray, count: int) -> np.ndarray:
 
 def _frozen(values: np.ndarray) -> np.ndarray:
     frozen = np.array(values, dtype=np.float64)
-    frozen.setflags(write=False)
+    frozen.setflags(write=False)  # results are cached and shared: a write would change another plan
     return frozen

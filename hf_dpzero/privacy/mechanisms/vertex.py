@@ -233,6 +233,7 @@ class HiddenScores(_Hidden):
             )
         if not np.isfinite(increment).all():
             raise ValueError("an increment is not finite; clip what each example adds to it.")
+        # Whole numbers below 2^53: sums are exact, so that what neighbours have in common cancels.
         moved = self._levels + np.rint(increment / self._grid)
         self._levels = np.clip(moved, -self._largest, self._largest)
 
