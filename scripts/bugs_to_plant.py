@@ -420,7 +420,7 @@ BUGS = (
         "A client's release is sent without being written down, so asking again draws new noise.",
         "hf_dpzero/federated/client.py",
         "tests/federated/test_federated_report.py::test_epsilon_counts_what_a_client_released",
-        "ledger.append(number, 0, values)  # paid for before it is sent\n",
+        "ledger.append(ask.round, 0, noised)  # paid for before it is sent\n",
         "pass\n"),
     Bug("first_block_again",
         "Every round of a single pass takes a client's first block of rows.",

@@ -4,5 +4,10 @@ Promise: a client clips and noises on its own machine and writes a release down 
 server sees noised numbers only, and its update is `ledger.replay.apply_release`, so that whoever has the
 numbers has the weights. The mathematics of a round (`client.LocalClient`, `server.RoundServer`,
 `run.Rounds`) knows nothing of a network; `flower` carries the bytes by Flower, on one machine or between
-a SuperLink and SuperNodes (`node`), and no other file imports it. Start at `run.Rounds`.
+a SuperLink and SuperNodes, and no other file imports it. Start at `run.Rounds`.
 """
+
+import re
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""A client's name: a plain word, because it becomes a folder, and a line of reports and logs."""

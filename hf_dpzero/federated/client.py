@@ -236,17 +236,12 @@ class LocalClient:
                 f"the replica is at round {replica.round}, the server at {ask.round}: start this "
                 "client anew."
             )
-        return Message(
-            VALUES, ask.round, self._digest, values=self._release(replica, ledger, ask.round)
-        )
-
-    def _release(self, replica: Replica, ledger: MessageLog, number: int) -> tuple[float, ...]:
-        indices = self.rows[self.local.rows(number)].tolist()
         mechanism = self.local.mechanism
-        total = mechanism.clip_sum(replica.differences(indices))
-        values = mechanism.release(total, number, self.noise)
-        ledger.append(number, 0, values)  # paid for before it is sent
-        return tuple(values)
+        drawn = self.rows[self.local.rows(ask.round)].tolist()
+        total = mechanism.clip_sum(replica.differences(drawn))
+        noised = mechanism.release(total, ask.round, self.noise)
+        ledger.append(ask.round, 0, noised)  # paid for before it is sent
+        return Message(VALUES, ask.round, self._digest, values=tuple(noised))
 
 
 def check_same_rows(folder: Path, dataset: Dataset, rows: Sequence[int]) -> None:

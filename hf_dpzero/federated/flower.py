@@ -2,23 +2,44 @@
 
 Each payload travels as one bytes entry of a `ConfigRecord`: kind "join" as Flower's message type query,
 kind "round" as train. Flower knows who sent a message; the payload's own checks are in `messages`.
-Telemetry of Flower and usage statistics of Ray are off unless the environment says otherwise.
-
 `docs/how_to/federated.md` has the commands for several machines; `configs/federated` is the folder that
-`flwr run` takes. Importing this module loads neither torch nor transformers, nor does `client_app`: the
-process of a message only carries it (see `node`).
+`flwr run` takes. What concerns a client's privacy (recipe, overrides, rows, folder) comes from the
+client's own `--node-config`, never from the server's run configuration.
+
+Flower starts a process for each message of a client on a SuperNode. That process loads neither torch nor
+transformers (nor does importing this module): it hands the payload over a local socket to the client's
+resident process, which it starts where there is none, and carries the answer back. A resident process
+ends with the SuperNode that it serves. Killed at any moment, the next message starts another, which
+continues from the client's ledger.
+
+    python -m hf_dpzero.federated.flower FOLDER PID < values.json     # as `hand_over` starts it
+
+What it prints goes to FOLDER/client.log, which may quote rows: only its owner reads it, and it stays
+there. Telemetry of Flower and usage statistics of Ray are off unless the environment says otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import logging
 import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_dpzero.federated.node import ResidentError, hand_over, node_of, settings_of
+from hf_dpzero.federated import NAME
+from hf_dpzero.ledger.log_file import write_for_owner
 
 # before the first import of flwr or ray, which read them once
 for _name, _value in (
@@ -45,13 +66,19 @@ TYPES = {"join": "query", "round": "train"}
 FAILED = "failed; its own log says why"
 """All that leaves a client of an error, whose words may quote a row."""
 
+ADDRESS_NAME, LOG_NAME = "resident.json", "client.log"
+START_SECONDS, WATCH_SECONDS = 120.0, 2.0
+_KINDS = {"join": b"J", "round": b"R"}
+_ANSWERED, _FAILED = b"+", b"-"
+_GONE = (OSError, EOFError, AuthenticationError)  # a process that ended, or is not the one meant
+
+
+class ResidentError(RuntimeError):
+    """A resident process that could not be started, or that failed; its log says why."""
+
 
 def check_flower() -> None:
-    """Refuses to start without Flower.
-
-    Raises:
-      ImportError: says what to install.
-    """
+    """Raises an ImportError that says what to install, where Flower is not."""
     try:
         import flwr  # noqa: F401
     except ImportError as error:
@@ -78,26 +105,10 @@ def unwrapped(message: Message) -> bytes | None:
     return payload if isinstance(payload, bytes) else None
 
 
-def reply(payload: bytes, message: Message) -> Message:
-    """Returns an answer."""
-    from flwr.app import Message
-
-    return Message(wrapped(payload), reply_to=message)
-
-
-def failure(message: Message, reason: str) -> Message:
-    """Returns the answer of a client that has none."""
-    from flwr.app import Error, Message
-
-    return Message(Error(code=0, reason=reason), reply_to=message)
-
-
 class FlowerTransport:
     """A `run.Transport` over Flower's grid: addresses are node ids.
 
-    Args:
-      grid: of a ServerApp.
-      timeout: seconds for the answers of a round; later ones are not taken.
+    After `timeout` seconds the answers of a round are not taken any more.
     """
 
     def __init__(self, grid: Grid, timeout: float) -> None:
@@ -129,38 +140,251 @@ class FlowerTransport:
         return answers
 
 
-# ------------------------------------------------------------------ clients
+# ------------------------------------------------------------------ a client's configuration
+
+
+class Node(NamedTuple):
+    """A client of a SuperNode: its name, its own folder, its number among those that share its rows."""
+
+    name: str
+    folder: Path
+    shard: int = 0
+    of: int = 1  # 1 where all rows are its own
+
+
+def node_of(values: Mapping[str, Any]) -> Node:
+    """Reads a client's name, folder and shard.
+
+    Args:
+      values: `name`, and if wanted `output-dir`, `shard` ("3/20": every 20th row, from the third on, for
+        trials on one machine), and those of `settings_of`.
+
+    Raises:
+      ValueError: no name, or an entry that cannot be read.
+    """
+    name, shard = str(values.get("name", "")), str(values.get("shard", "1/1"))
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"name={name!r} in --node-config: give each client a name of its own, of letters, digits, "
+            "'.', '_' and '-'."
+        )
+    found = re.fullmatch(r"(\d+)/(\d+)", shard)
+    number, of = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= number <= of:
+        raise ValueError(
+            f"shard={shard!r} in --node-config: give it as '3/20', from 1/20 to 20/20."
+        )
+    folder = Path(str(values.get("output-dir") or f"out/{name}")).absolute()
+    return Node(name, folder, number - 1, of)
+
+
+def settings_of(values: Mapping[str, Any], clients: int = 1) -> Settings:
+    """Reads a side's settings from a configuration of Flower.
+
+    Args:
+      values: `recipe`, and if wanted `overrides` (words), `rounds`, `participation`,
+        `sampling-probability`.
+      clients: that share the recipe's rows; 1 where all rows are the side's own.
+
+    Raises:
+      ValueError: no recipe, or an entry that is no number.
+    """
+    if not values.get("recipe"):
+        raise ValueError(
+            "recipe is missing: give it in --node-config for a client, in --run-config for the server."
+        )
+    numbers: dict[str, Any] = {}
+    for name, kind in (("rounds", int), ("sampling-probability", float)):
+        given = values.get(name)
+        if given is not None and given != "":  # Flower's configurations have no null
+            try:
+                numbers[name.replace("-", "_")] = kind(given)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name}={given!r}: give a number.") from None
+    from hf_dpzero.federated.setup import Settings
+
+    return Settings(
+        recipe=str(values["recipe"]),
+        overrides=tuple(shlex.split(str(values.get("overrides", "")))),
+        clients=clients,
+        participation=values.get("participation") or "sampled",
+        own_rows=clients == 1,
+        **numbers,
+    )
+
+
+# ------------------------------------------------------------------ the process of a message
+
+
+def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes:
+    """Has the client's resident process answer a message, "join" or "round", with a payload.
+
+    Args:
+      folder: the client's own.
+      values: its `--node-config`; with other values than before, another process is started.
+      kind, payload: of the message.
+
+    Raises:
+      ResidentError: it failed, or does not start; `client.log` in the folder says why.
+    """
+    for _ in range(2):  # once more if it is killed meanwhile
+        with contextlib.suppress(*_GONE), _connected(folder, values) as connection:
+            connection.send_bytes(_KINDS[kind] + payload)
+            answer = connection.recv_bytes()
+            if answer[:1] == _ANSWERED:
+                return answer[1:]
+            break
+    raise ResidentError(f"no answer; {folder / LOG_NAME} says why.")
+
+
+def _connected(folder: Path, values: Mapping[str, Any]) -> Connection:
+    text, process = json.dumps(dict(values), sort_keys=True), None
+    deadline = time.monotonic() + START_SECONDS
+    while process is None or (process.poll() is None and time.monotonic() < deadline):
+        with contextlib.suppress(*_GONE, ValueError, KeyError):
+            return _call(folder, text)
+        process = process or _start(folder, text)
+        time.sleep(0.05)
+    process.kill()
+    raise ResidentError(f"the client's process does not start; {folder / LOG_NAME} says why.")
+
+
+def _call(folder: Path, text: str) -> Connection:
+    entry = json.loads((folder / ADDRESS_NAME).read_text(encoding="utf-8"))
+    if entry["values"] != text:
+        raise ValueError("other values than those of the process that is there")
+    return Client(entry["address"], authkey=bytes.fromhex(entry["key"]))
+
+
+def _start(folder: Path, text: str) -> subprocess.Popen[bytes]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ADDRESS_NAME).unlink(missing_ok=True)
+
+    def for_owner(path: str, flags: int) -> int:
+        descriptor = os.open(path, flags, 0o600)
+        if hasattr(os, "fchmod"):  # an older log may be readable by others
+            os.fchmod(descriptor, 0o600)
+        return descriptor
+
+    with open(folder / LOG_NAME, "ab", opener=for_owner) as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hf_dpzero.federated.flower", str(folder), str(os.getppid())],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Flower ends the process of a message with its group
+        )
+    assert process.stdin is not None
+    # not as an argument, which other users of the machine could read
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(text.encode())
+        process.stdin.close()
+    return process
+
+
+# ------------------------------------------------------------------ the resident process
+
+
+def serve(folder: Path, text: str, watched: int) -> None:
+    """Answers one message after the other, until the watched process ends or another takes its place.
+
+    `text` is the client's `--node-config` as JSON, `watched` the id of the process that it serves.
+    """
+    key = secrets.token_bytes(32)
+    with Listener(authkey=key) as listener:
+        entry = {"address": listener.address, "values": text, "key": key.hex(), "pid": os.getpid()}
+        write_for_owner(folder / ADDRESS_NAME, json.dumps(entry))
+        threading.Thread(target=_watch, args=(folder, key.hex(), watched), daemon=True).start()
+        answers = _Answers(folder, json.loads(text))
+        while True:
+            with contextlib.suppress(*_GONE), listener.accept() as connection:
+                connection.send_bytes(answers(connection.recv_bytes()))
+
+
+class _Answers:
+    """Answers of a client; model and rows are loaded with the first message."""
+
+    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
+        self.folder, self.values = folder, values
+        self.side: Side | None = None
+
+    def __call__(self, request: bytes) -> bytes:
+        try:
+            node = node_of(self.values)
+            if self.side is None:
+                settings = settings_of(self.values, node.of)
+                from hf_dpzero.federated.setup import Side
+
+                self.side = Side.build(settings, node.folder)
+            kind = "join" if request[:1] == _KINDS["join"] else "round"
+            return _ANSWERED + self.side.answer(
+                kind, request[1:], node.name, node.shard, self.folder
+            )
+        except (ValueError, OSError, ImportError) as error:  # what the user can mend
+            logging.debug("where it came from", exc_info=True)
+            logging.error("no answer: %s", error)
+        except Exception:
+            logging.exception("no answer")
+        return _FAILED  # and no word of the error leaves the client
+
+
+def _watch(folder: Path, key: str, watched: int) -> None:
+    path = folder / ADDRESS_NAME
+    while _alive(watched):
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_text(encoding="utf-8"))["key"] != key:
+                break  # another process took the place of this one
+        time.sleep(WATCH_SECONDS)
+    os._exit(0)  # what was released is on disk before it is sent
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:  # one that is there and another user's may not be signalled
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
+# ------------------------------------------------------------------ apps
 
 Answer = Callable[[str, bytes, "Context"], bytes]
 """(kind, payload, Flower's context of the node) -> payload of the answer."""
 
 
-def answered(answer: Answer, kind: str, message: Message, context: Context) -> Message:
-    """Returns a client's answer; of an error, only that there was one."""
+def answered(answer: Answer, kind: str, message: Message, context: Context) -> RecordDict | None:
+    """Returns what a client answers with; None, and nothing of the error, if it has no answer."""
     try:
         payload = unwrapped(message)
         if payload is None:
             raise ValueError("a message without bytes")
-        return reply(answer(kind, payload, context), message)
+        return wrapped(answer(kind, payload, context))
     except (ResidentError, ValueError) as error:  # what the user can mend
         logger.error("no answer: %s", error)
     except Exception:
         logger.exception("no answer")
-    return failure(message, FAILED)
+    return None
 
 
 def _app_of(answer: Answer) -> ClientApp:
+    from flwr.app import Error, Message
     from flwr.clientapp import ClientApp
 
     app = ClientApp()
 
+    def reply(kind: str, message: Message, context: Context) -> Message:
+        found = answered(answer, kind, message, context)
+        if found is None:
+            return Message(Error(code=0, reason=FAILED), reply_to=message)
+        return Message(found, reply_to=message)
+
     @app.query()
     def join(message: Message, context: Context) -> Message:
-        return answered(answer, "join", message, context)
+        return reply("join", message, context)
 
     @app.train()
     def take_part(message: Message, context: Context) -> Message:
-        return answered(answer, "round", message, context)
+        return reply("round", message, context)
 
     return app
 
@@ -172,17 +396,12 @@ def client_app() -> ClientApp:
 
 def deployed_answer(kind: str, payload: bytes, context: Context) -> bytes:
     """Has a SuperNode's resident process answer."""
-    node = node_of(context.node_config)
-    return hand_over(node.folder, dict(context.node_config), kind, payload)
+    folder = node_of(context.node_config).folder
+    return hand_over(folder, dict(context.node_config), kind, payload)
 
 
 def simulated_clients(settings: Settings, folder: str) -> ClientApp:
-    """Makes the app of a simulation's clients: partition i is the client with shard i.
-
-    Args:
-      settings: of the run.
-      folder: the run's output_dir; clients keep their ledgers in folders of their own below it.
-    """
+    """Makes the app of a simulation's clients in the run's folder: partition i has shard i."""
     return _app_of(functools.partial(simulated_answer, settings, folder))
 
 
@@ -194,11 +413,9 @@ def simulated_answer(
 
     client = int(context.node_config["partition-id"])
     name = f"client-{client:03d}"
-    own = Path(folder) / CLIENTS / name
-    if kind == "join":
-        return _side(settings, folder).invited(name, client, own, payload)
-    side = _side(settings, folder)
-    return side.client(name, client, own).answer(side.replica, payload)
+    return _side(settings, folder).answer(
+        kind, payload, name, client, Path(folder) / CLIENTS / name
+    )
 
 
 @functools.cache
@@ -207,9 +424,6 @@ def _side(settings: Settings, folder: str) -> Side:
     from hf_dpzero.federated.setup import Side
 
     return Side.build(settings, folder)
-
-
-# ------------------------------------------------------------------ servers
 
 
 def server_app() -> ServerApp:
@@ -249,13 +463,6 @@ def simulate(
 ) -> None:
     """Runs server and clients on this machine: clients share `actors` processes of Ray.
 
-    Args:
-      serve: what the server does with the transport.
-      clients: of `simulated_clients`.
-      num_clients: n.
-      timeout: see `FlowerTransport`.
-      actors: processes at once.
-
     Raises:
       Exception: whatever `serve` raised.
     """
@@ -284,3 +491,8 @@ def simulate(
     )
     if failures:
         raise failures[0]
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    serve(Path(sys.argv[1]), sys.stdin.read(), int(sys.argv[2]))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +39,7 @@ from hf_dpzero.reporting.wording import (
     relation_words,
     round_up,
 )
+from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -65,7 +65,7 @@ def federated_report(
     payloads = sum(member.sent + member.received for member in members)
     rounds_of_clients = sum(max(1, server.round) - member.joined for member in members)
     common = header["federated"]
-    return {
+    report = {
         "rounds": server.round,
         "planned_rounds": server.rounds,
         **{name: common[name] for name in ("participation", "neighboring_relation", "clip")},
@@ -74,7 +74,7 @@ def federated_report(
         "learning_rate": max((r.learning_rate for r in server.trajectory.releases), default=None),
         "contract_digest": server.digest.hex(),
         "base_model_digest": header["base_model_digest"],
-        "epsilon": _finite(max((float(row["epsilon"]) for row in rows), default=0.0)),
+        "epsilon": max((row["epsilon"] for row in rows), default=0.0),
         "delta": max((row["delta"] for row in rows), default=0.0),
         "private": all(row["private"] for row in rows),
         "clients": rows,
@@ -83,6 +83,7 @@ def federated_report(
         "evaluations": [dict(entry) for entry in metrics],
         "caveats": [UNSEEN_CAVEAT, *FEDERATED_CAVEATS],
     }
+    return dict(encode(report))  # JSON has no infinity
 
 
 def _client_row(server: RoundServer, member: Member, clients: Path | None) -> dict[str, Any]:
@@ -112,18 +113,14 @@ def _client_row(server: RoundServer, member: Member, clients: Path | None) -> di
         "applied": server.applied(member.name),
         "released": released,
         "opened": opened,
-        "epsilon": _finite(epsilon),
+        "epsilon": epsilon,
         "epsilon_is_of": counted_by,
-        "planned_epsilon": _finite(local.epsilon(local.rounds)),
+        "planned_epsilon": local.epsilon(local.rounds),
         "delta": local.delta,
         "private": private,
         "refused": dict(member.refused),
         "statement": statement,
     }
-
-
-def _finite(value: float) -> float | str:
-    return value if value < math.inf else "inf"  # JSON has no infinity
 
 
 def summary(report: Mapping[str, Any]) -> str:

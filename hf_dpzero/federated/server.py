@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_dpzero.federated import NAME
 from hf_dpzero.federated.messages import (
     ASK,
     BEHIND,
@@ -32,7 +33,6 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
-from hf_dpzero.federated.node import NAME
 from hf_dpzero.federated.plan import ContractError, LocalPlan, check_plan, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory

@@ -246,6 +246,12 @@ class Side:
         )
         return answer
 
+    def answer(self, kind: str, payload: bytes, name: str, client: int, folder: Path) -> bytes:
+        """Answers a message, "join" or "round", for a client of this process."""
+        if kind == "join":
+            return self.invited(name, client, folder, payload)
+        return self.client(name, client, folder).answer(self.replica, payload)
+
     def client(self, name: str, client: int, folder: Path) -> LocalClient:
         """Returns a client that joined, perhaps in another process, which left the contract.
 

@@ -10,7 +10,7 @@ import pytest
 from federated_sides import NAMES, client_folder, rounds_of, side, started
 from tiny_runs import tiny_data
 
-from hf_dpzero.federated import node
+from hf_dpzero.federated import flower as node
 from hf_dpzero.federated.messages import (
     ASK,
     RELEASED_NAME,

@@ -16,7 +16,7 @@ from federated_sides import side, started
 from flwr.app import ConfigRecord, RecordDict
 
 from hf_dpzero.federated import flower
-from hf_dpzero.federated.flower import FAILED, answered, unwrapped, wrapped
+from hf_dpzero.federated.flower import answered, unwrapped, wrapped
 from hf_dpzero.federated.messages import VALUES, unpack
 
 
@@ -26,6 +26,10 @@ class Message(SimpleNamespace):
     def __init__(self, content, dst_node_id=0, message_type="train"):
         node = SimpleNamespace(dst_node_id=dst_node_id, message_type=message_type)
         super().__init__(content=content, metadata=node)
+
+
+def payload_of(content):
+    return None if content is None else unwrapped(Message(content))
 
 
 class Grid:
@@ -61,21 +65,14 @@ def test_a_transport_carries_bytes_and_leaves_out_who_failed(caplog, monkeypatch
     assert unwrapped(Message(RecordDict())) is None
 
 
-@pytest.fixture
-def plain(monkeypatch):
-    """Flower's answers as their payloads, or the reason why there is none."""
-    monkeypatch.setattr(flower, "reply", lambda payload, message: payload)
-    monkeypatch.setattr(flower, "failure", lambda message, reason: reason)
-
-
-def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch, plain):
+def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch):
     made, server = started(tmp_path / "server")
     monkeypatch.setattr(flower, "_side", lambda settings, folder: made)
     context = SimpleNamespace(node_config={"partition-id": 0})
 
     def sent(kind, payload):
         answer = functools.partial(flower.simulated_answer, made.settings, str(tmp_path))
-        return answered(answer, kind, Message(wrapped(payload)), context)
+        return payload_of(answered(answer, kind, Message(wrapped(payload)), context))
 
     name = server.join(sent("join", server.invitation())).name
     values = sent("round", server.ask(name))
@@ -86,24 +83,24 @@ def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, mon
 
     monkeypatch.setattr(made.replica, "differences", quote)
     server.close_round(0.1)
-    assert sent("round", server.ask(name)) == FAILED
+    assert sent("round", server.ask(name)) is None
     other = side(tmp_path / "b", clip=9.0)
     monkeypatch.setattr(flower, "_side", lambda settings, folder: other)
     declined = sent("join", server.invitation())
     assert "federated.clip: 5.0 there, 9.0 here" in json.loads(declined)["declined"]
 
 
-def test_a_supernode_hands_messages_over(tmp_path, monkeypatch, caplog, plain):
+def test_a_supernode_hands_messages_over(tmp_path, monkeypatch, caplog):
     calls = []
     monkeypatch.setattr(flower, "hand_over", lambda *given: calls.append(given) or b"answer")
     config = {"name": "north", "output-dir": str(tmp_path)}
 
     def sent(content, config):
         context = SimpleNamespace(node_config=config)
-        return answered(flower.deployed_answer, "round", Message(content), context)
+        return payload_of(answered(flower.deployed_answer, "round", Message(content), context))
 
     assert sent(wrapped(b"ask"), config) == b"answer"
     assert calls == [(tmp_path, config, "round", b"ask")]
-    assert sent(RecordDict(), config) == FAILED
-    assert sent(wrapped(b"ask"), {}) == FAILED
+    assert sent(RecordDict(), config) is None
+    assert sent(wrapped(b"ask"), {}) is None
     assert "give each client a name" in caplog.text and len(calls) == 1

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_dpzero.federated import node
-from hf_dpzero.federated.node import ADDRESS_NAME, ResidentError, hand_over, node_of, settings_of
+from hf_dpzero.federated import flower as node
+from hf_dpzero.federated.flower import ADDRESS_NAME, ResidentError, hand_over, node_of, settings_of
 
 VALUES = {"name": "north", "recipe": "quickstart", "rounds": 5}
 
@@ -104,7 +104,10 @@ def test_a_process_loads_with_its_first_message_and_ends_when_another_takes_its_
     deadline = time.monotonic() + 300
     while running(process) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not running(process)
+    assert not running(process) and node._alive(os.getpid())
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert not node._alive(gone.pid)
 
 
 def running(process: int) -> bool:
@@ -113,12 +116,6 @@ def running(process: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def test_the_watch_sees_processes_that_ended():
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    assert not node._alive(gone.pid) and node._alive(os.getpid())
 
 
 # ------------------------------------------------------------------ node configurations
