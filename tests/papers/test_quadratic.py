@@ -9,7 +9,7 @@ import pytest
 
 from hf_dpzero.papers import quadratic
 from hf_dpzero.papers.quadratic import Cell, Quadratic
-from scripts.studies.quadratic.grid import SPECTRA
+from scripts.studies.quadratic import SPECTRA
 
 
 def problem(d=6, n=40, spectrum="sqrt(d)"):

@@ -1,4 +1,4 @@
-"""The quadratic study: its grid, its command, and the shape of the paper's figures."""
+"""The quadratic study: its grid, and the shape of the paper's figures."""
 
 from __future__ import annotations
 
@@ -10,46 +10,41 @@ import pytest
 
 from hf_dpzero.papers.quadratic import Cell, Quadratic
 from scripts.studies.harness import run
-from scripts.studies.quadratic import grid
-from scripts.studies.quadratic.grid import SPECTRA
-from scripts.studies.quadratic.study import QUICK, Study
-
-SMALL = Study(
-    dimensions=(5, 10), steps=(10, 20), gradient_steps=(10,), rates=(0.1, 1.0), clips=(1.0,),
-    num_examples=50,
-)  # fmt: skip
-
-
-def problem(d=6, n=40, spectrum="sqrt(d)"):
-    return Quadratic.draw(SPECTRA[spectrum](d), n, seed=3)
+from scripts.studies.quadratic import QUICK, SPECTRA, Study, figures, write
 
 
 def test_the_grid_is_the_papers():
-    assert grid.STEPS == (10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120)
+    study = Study()
+    assert study.steps == (10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120)
+    assert study.gradient_steps == (10, 20, 40, 80, 160)
     np.testing.assert_allclose(
-        grid.RATES, [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0]
+        study.rates, [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0]
     )
-    np.testing.assert_allclose(grid.CLIPS, [0.1, 0.3, 1, 3, 10, 30, 100, 300])
-    assert grid.DIMENSIONS == (20, 50, 100, 200, 500, 1000, 2000)
+    np.testing.assert_allclose(study.clips, [0.1, 0.3, 1, 3, 10, 30, 100, 300])
     for name, order in (("d", 2000), ("sqrt(d)", 2 * math.sqrt(2000)), ("log(d)", math.log(2000))):
         assert math.isclose(float(SPECTRA[name](2000).sum()), order, rel_tol=0.1)
 
 
 def test_left_out_dp_gd_cells_cannot_be_best():
-    cells = grid.grid((10, 40), (0.01, 0.1), (1.0,))
-    kept = grid.useful(cells)
+    study = Study(steps=(10, 40), gradient_steps=(10, 40), rates=(0.01, 0.1), clips=(1.0,))
+    cells, kept = study.cells("dpzero"), study.cells("dp-gd")
     assert [c for c in cells if c not in kept] == [Cell(10, 0.01, 1.0), Cell(40, 0.01, 1.0)]
     p = Quadratic.draw(SPECTRA["log(d)"](20), 2000, seed=1)
-    figures = grid.figures(p, "dp-gd", cells, seed=1)[:, 0]
-    left_out = [f for f, c in zip(figures, cells) if c not in kept]
-    assert (
-        min(left_out) > 0.5 * float(p.measure(np.zeros((1, 20), np.float32))[0, 0]) > figures.min()
-    )
+    found = figures(p, "dp-gd", cells, seed=1)[:, 0]
+    start = float(p.measure(np.zeros((1, 20), np.float32))[0, 0])
+    assert min(f for f, c in zip(found, cells) if c not in kept) > 0.5 * start > found.min()
 
 
-def test_unknown_methods_are_refused():
-    with pytest.raises(ValueError, match="dp-gd"):
-        grid.figures(problem(), "newton", [Cell(10, 0.1, 1.0)], seed=1)
+def test_table_and_figures_are_written(tmp_path):
+    small = Study(
+        dimensions=(5, 10), steps=(10, 20), gradient_steps=(10,), rates=(0.1, 1.0), clips=(1.0,),
+        num_examples=50,
+    )  # fmt: skip
+    rows = run(small, tmp_path)
+    assert len(rows) == 2 * 3 * 3
+    assert "| log(d) | 10 |" in write(small, rows, tmp_path)
+    for number in (1, 2):
+        assert (tmp_path / f"figure{number}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow

@@ -1,1 +1,0 @@
-"""DPZero, DPGD-0th and DP-GD on quadratics; start at `study`."""
