@@ -42,7 +42,7 @@ class CapacityTable:
 
     Attributes:
       shapes: keys of `SHAPES`.
-      dtype, batch_size, seq_length, attention, strategy: as for `step`.
+      dtype, batch_size, seq_length, strategy: as for `step`.
       device: where `measure` measures.
       device_memory: GiB; what needs more is marked. None: nothing is.
       measure: also measure what fits on `device`, in fresh processes.
@@ -52,7 +52,6 @@ class CapacityTable:
     dtype: str = "float32"
     batch_size: int = 16
     seq_length: int = 64
-    attention: str = "sdpa"
     strategy: str = "auto"
     device: str = "cpu"
     device_memory: float | None = None
@@ -66,7 +65,7 @@ class CapacityTable:
 
     def bench(self, shape: str, phase: str) -> StepBench:
         """The settings of `step` for one cell of the table."""
-        names = ("dtype", "batch_size", "seq_length", "attention", "device")
+        names = ("dtype", "batch_size", "seq_length", "device")
         common: dict[str, Any] = {name: getattr(self, name) for name in names}
         if phase == "dp-adamw" and self.dtype != "float16":
             return StepBench(shape=shape, method="dp-adamw", **common)
@@ -111,7 +110,7 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
 
     No dp-adamw for float16 or where opacus is missing.
     """
-    model = empty_model(shape, asked.dtype, "meta", asked.attention)
+    model = empty_model(shape, asked.dtype, "meta")
     ids = torch.zeros(asked.batch_size, asked.seq_length, dtype=torch.int64, device="meta")
     # No attention mask: without padding the models leave it out of the attention as well.
     batch = {"input_ids": ids, "labels": ids[:, 0]}

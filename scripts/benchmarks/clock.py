@@ -29,18 +29,16 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def interleaved(
-    steps: Sequence[TimedStep], repeats: int, device: str, untimed: int = 1
-) -> list[list[float]]:
-    """Seconds of each step in each timed round; they take turns, after `untimed` rounds.
+def interleaved(steps: Sequence[TimedStep], repeats: int, device: str) -> list[list[float]]:
+    """Seconds of each step in each timed round; they take turns, after an untimed one.
 
     A step's method `prepare`, if it has one, runs before it off the clock. A terminal shows a bar, and
     what is no terminal a line for each round.
     """
     rounds = []
-    for number in tqdm(range(untimed + repeats), desc="rounds", leave=False, disable=None):
+    for number in tqdm(range(1 + repeats), desc="rounds", leave=False, disable=None):
         if not sys.stderr.isatty():
-            said(f"round {number + 1} of {untimed + repeats}")
+            said(f"round {number + 1} of {1 + repeats}")
         row = []
         for step in steps:
             getattr(step, "prepare", lambda: None)()
@@ -50,7 +48,7 @@ def interleaved(
             synchronize(device)
             row.append(time.perf_counter() - start)
         rounds.append(row)
-    return [list(column) for column in zip(*rounds[untimed:], strict=True)]
+    return [list(column) for column in zip(*rounds[1:], strict=True)]
 
 
 def quartiles(values: Sequence[float]) -> list[float]:

@@ -17,10 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 
 from hf_dpzero.experiments.memory import SHAPES
+from scripts.benchmarks.arguments import in_processes
 from scripts.benchmarks.clock import said
 
 KEY = "5a" * 32  # the same batches in all settings: a figure of speed, not a private run
@@ -104,27 +103,13 @@ def train(settings: dict[str, Any], told: Path) -> None:
 
 def launch(settings: dict[str, Any], processes: int) -> dict[str, Any]:
     """One setting in so many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told.json"
-        command = [sys.executable, "-m", __spec__.name, "--child", json.dumps(settings), str(told)]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = {"WORLD_SIZE": str(processes), "OMP_NUM_THREADS": str(settings["threads"])}
-        children = []
-        for rank in range(processes):
-            own = {**place, **ranks, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            env = {
-                **os.environ,
-                **(own if processes > 1 else {"OMP_NUM_THREADS": ranks["OMP_NUM_THREADS"]}),
-            }
-            children.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
-        try:
-            statuses = [child.wait(timeout=3600) for child in children]
-        finally:
-            for child in children:
-                child.kill()
+        words = ["--child", json.dumps(settings), str(told)]
+        statuses = in_processes(
+            processes, __spec__.name, words, timeout=3600, ranks=processes > 1,
+            env={"OMP_NUM_THREADS": str(settings["threads"])}, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
         if any(statuses):
             raise OSError(f"a process of {processes} failed: its output says why.")
         return dict(json.loads(told.read_text()))
@@ -164,13 +149,9 @@ def main() -> None:
                         help="direction_parallel_size of each; 0 or left out: automatic")  # fmt: skip
     parser.add_argument("--shape", choices=SHAPES, default="roberta-base")
     parser.add_argument("--method", default="dpzero")
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--microbatch_size", type=int, default=16)
-    parser.add_argument("--seq_length", type=int, default=64)
-    parser.add_argument("--num_directions", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    for name, default in {"batch_size": 64, "microbatch_size": 16, "seq_length": 64, "steps": 5,
+                          "num_directions": 1, "rounds": 5, "threads": 1}.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     given = vars(parser.parse_args())

@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts.benchmarks.arguments import add_fields
 from scripts.benchmarks.scaling_model import (
     LAYOUTS,
     NETWORKS,
@@ -31,6 +31,7 @@ from scripts.benchmarks.scaling_model import (
     Stragglers,
     memory_bytes,
 )
+from scripts.studies.harness import panels, table
 
 WORKERS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 
@@ -82,43 +83,24 @@ def _row(job: Job, draws: Draws, workers: int, step: Step, alone: float) -> dict
 # ---------------------------------------------------------------- for people
 
 
-def markdown(network: str, table: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
-    """Lines: seconds of a step and, in parentheses, the speedup."""
-    workers = [int(row["workers"]) for row in next(iter(table.values()))]
-    yield f"| {network} links | " + " | ".join(f"{w:,}" for w in workers) + " |"
-    yield "|---" * (len(workers) + 1) + "|"
-    for name, rows in table.items():
-        cells = [f"{row['seconds']:.3g} ({row['speedup']:.3g})" for row in rows]
-        yield f"| {name} | " + " | ".join(cells) + " |"
-
-
-def memory_markdown(job: Job, workers: Sequence[int]) -> Iterator[str]:
-    """Lines: GiB of a rank beside activations."""
-    yield "| GiB of a rank | " + " | ".join(f"{w:,}" for w in workers) + " |"
-    yield "|---" * (len(workers) + 1) + "|"
-    for name in LAYOUTS:
-        cells = [f"{memory_bytes(job, w)[name] / 2**30:.1f}" for w in workers]
-        yield f"| {name} | " + " | ".join(cells) + " |"
+def markdown(title: str, workers: Sequence[int], cells: Mapping[str, Sequence[str]]) -> str:
+    """A table: a line for each layout, a column for each number of workers."""
+    return table([title, *(f"{w:,}" for w in workers)], ([n, *row] for n, row in cells.items()))
 
 
 def plot(path: Path, tables: Mapping[str, Any]) -> None:
     """Rows a second over workers, a panel for each network, with what perfect scaling would give."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3.7 * len(tables), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
-    for axes, (network, table) in zip(panels, tables.items(), strict=True):
-        for name, rows in table.items():
+    figure, (line,) = panels(1, len(tables), (3.7 * len(tables), 3.4), sharey=True)
+    for axes, (network, found) in zip(line, tables.items(), strict=True):
+        for name, rows in found.items():
             x = [row["workers"] for row in rows]
             axes.plot(x, [row["rows_per_second"] for row in rows], marker="o", ms=3, label=name)
-        first = table["DPZero, data parallel"][0]["rows_per_second"]
+        first = found["DPZero, data parallel"][0]["rows_per_second"]
         axes.plot(x, [first * w for w in x], color="gray", lw=0.8, ls=":")
         axes.set(xscale="log", yscale="log", xlabel="workers", title=f"{network} links")
         axes.grid(alpha=0.3)
-    panels[0].set(ylabel="rows a second")
-    panels[0].legend(fontsize=7)
+    line[0].set(ylabel="rows a second")
+    line[0].legend(fontsize=7)
     figure.savefig(path, dpi=90)
 
 
@@ -126,8 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables as Markdown, or as JSON; draws the plot if asked for."""
     options = vars(_parser().parse_args(argv))
     job, stragglers = _made(Job, options), _made(Stragglers, options)
+    workers = options["workers"]
     if options["memory"]:
-        print("\n".join(memory_markdown(job, options["workers"])))
+        held = {w: memory_bytes(job, w) for w in workers}
+        gib = {n: [f"{held[w][n] / 2**30:.1f}" for w in workers] for n in LAYOUTS}
+        print(markdown("GiB of a rank", workers, gib), end="")
         return 0
     tables = {
         name: simulate(
@@ -141,7 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options["json"]:
         print(json.dumps({"job": asdict(job), "stragglers": asdict(stragglers), "steps": tables}))
     else:
-        print("\n\n".join("\n".join(markdown(name, table)) for name, table in tables.items()))
+        shown = []
+        for name, found in tables.items():
+            cells = {
+                layout: [f"{row['seconds']:.3g} ({row['speedup']:.3g})" for row in rows]
+                for layout, rows in found.items()
+            }
+            shown.append(markdown(f"{name} links", workers, cells))
+        print("\n".join(shown), end="")
     if options["plot"]:
         plot(Path(options["plot"]), tables)
     return 0
@@ -157,12 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").split("\n")[0],
     )
     for kind in (Job, Stragglers):
-        hints = typing.get_type_hints(kind)
-        for field in fields(kind):
-            kind_of: dict[str, Any] = {"type": hints[field.name]}
-            if hints[field.name] is bool:
-                kind_of = {"action": argparse.BooleanOptionalAction}
-            made.add_argument(f"--{field.name}", default=field.default, **kind_of)
+        add_fields(made, kind)
     made.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     made.add_argument("--workers", nargs="+", type=int, default=list(WORKERS))
     made.add_argument("--trials", type=int, default=200, help="steps that are drawn")

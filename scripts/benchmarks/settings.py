@@ -23,7 +23,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "strategy": ("auto", "whole_model", "layerwise"),
     "per_example_gradients": ("dense", "ghost"),
-    "attention": ("sdpa", "eager"),
 }
 """Options that take one of a few words."""
 PHASES = ("inference", "step", "reference", "dp-adamw")
@@ -43,13 +42,10 @@ class StepBench:
       batch_size: rows that a Poisson batch is expected to have; all of them with `one_batch`.
       seq_length: tokens of each row, without padding.
       num_directions: K; the yardstick is then 2K forward passes.
-      repeats: timed rounds, after one untimed (three if compiled).
-      cycles: evaluations without an update after which the weights are compared.
+      repeats: timed rounds, after one untimed.
       trainable: regular expression of the parameters that train; None for all.
       device: torch device.
       strategy: how the weights are perturbed (see `FiniteDifferences`).
-      attention: implementation, `sdpa` or `eager`.
-      threads: of torch on the CPU; None leaves them.
       microbatch_size: rows of a forward pass, at most; None for the whole batch. The passes of a private
         step are those of the trainer (`batches.placement`), whose default is 64.
       lora_rank: train LoRA adapters (float32) of this rank, where PEFT puts them by default, with the
@@ -60,10 +56,6 @@ class StepBench:
         private run evaluates: a Poisson batch for every round, in fixed shapes filled up with blanks.
         Always so for methods without privacy and for dp-adamw.
       per_example_gradients: how dp-adamw clips: dense or ghost.
-      compile: torch.compile the model, for the yardsticks as well.
-      autocast: bfloat16 autocast around every forward pass, the yardsticks' as well.
-      update_at_once: restore and update in a pass of their own, not in the next step's first pass
-        (the trainer's `defer_updates=False`; always so for a compiled model).
       skip_reference: leave the published loop out.
       memory: measure peak memory as well, in a fresh process for each phase.
     """
@@ -76,26 +68,19 @@ class StepBench:
     seq_length: int = 64
     num_directions: int = 1
     repeats: int = 9
-    cycles: int = 3
     trainable: str | None = None
     device: str = "cpu"
     strategy: str = "auto"
-    attention: str = "sdpa"
-    threads: int | None = None
     microbatch_size: int | None = None
     per_example_gradients: str = "dense"
     lora_rank: int = 0
     load_in_4bit: bool = False
-    compile: bool = False
-    autocast: bool = False
-    update_at_once: bool = False
     skip_reference: bool = False
     one_batch: bool = False
     memory: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "seq_length", "num_directions", "repeats", "cycles",
-                     "threads", "microbatch_size"):  # fmt: skip
+        for name in ("batch_size", "seq_length", "num_directions", "repeats", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1.")
@@ -115,7 +100,7 @@ class StepBench:
     @property
     def placement(self) -> Placement:
         """The passes of a private step, all of whose rows have one width."""
-        low = self.autocast or self.load_in_4bit or self.dtype != "float32"
+        low = self.load_in_4bit or self.dtype != "float32"
         cost = pass_cost(torch.device(self.device).type, parameters_of(self.shape), low)
         sizes = sizes_up_to(self.microbatch_size or MOST_ROWS)
         return Placement(float(self.batch_size), sizes, {self.seq_length: 1.0}, cost)
@@ -124,11 +109,6 @@ class StepBench:
     def passes(self) -> float:
         """Forward passes that a step is expected to have for each sign of a direction."""
         return self.placement.expected_passes() if self.fixed_shapes else 1.0
-
-    @property
-    def deferred(self) -> bool:
-        """Whether an update waits for the next step's first pass, as in a trainer's run."""
-        return not (self.update_at_once or self.compile)
 
     @property
     def with_reference(self) -> bool:
@@ -152,22 +132,13 @@ def _check_together(bench: StepBench) -> None:
     """Refuses options that contradict each other: a number would not mean what it says."""
     first_order = bench.method == "dp-adamw"
     refusals = [
-        (bench.autocast and bench.dtype != "float32",
-         f"autocast with dtype={bench.dtype}: autocast is measured around float32 weights; leave "
-         "one of the two out."),
         (bench.skip_reference and bench.method == "reference",
          "skip_reference with method=reference: nothing would be left to measure."),
         (first_order and bench.dtype == "float16",
          "dtype=float16 with method=dp-adamw: float16 gradients overflow without loss scaling, "
          "which clipping does not commute with; use float32 or bfloat16."),
-        (first_order and (bench.compile or bench.autocast),
-         "compile and autocast do not work with method=dp-adamw: per-example gradients come from "
-         "hooks on the layers; leave them out."),
         (first_order and bench.num_directions > 1,
          f"num_directions={bench.num_directions} with method=dp-adamw: it has no directions."),
-        (bench.compile and bench.strategy == "layerwise",
-         f"strategy={bench.strategy} with compile: compiled code does not follow replaced "
-         "parameters; use whole_model."),
         (first_order and bench.strategy != "auto",
          f"strategy={bench.strategy} with method=dp-adamw: it perturbs nothing."),
         (bench.load_in_4bit and not bench.lora_rank,

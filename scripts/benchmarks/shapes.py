@@ -40,14 +40,13 @@ def parameters_of(shape: str) -> int:
     return sum(p.numel() for p in empty_model(shape, "float32", "meta").parameters())
 
 
-def empty_model(shape: str, dtype: str, device: str, attention: str = "sdpa") -> nn.Module:
+def empty_model(shape: str, dtype: str, device: str) -> nn.Module:
     """A two-class sequence classifier in eval mode, its parameters allocated and not filled.
 
     Args:
       shape: key of `SHAPES`.
       dtype: of the weights, such as "float32"; they are created in it.
       device: torch device; "meta" takes no memory.
-      attention: transformers' implementation, "sdpa" or "eager".
 
     Returns:
       The model; `fill_` gives it weights.
@@ -57,7 +56,7 @@ def empty_model(shape: str, dtype: str, device: str, attention: str = "sdpa") ->
 
     with no_init_weights(), torch.device(device):
         model: nn.Module = AutoModelForSequenceClassification.from_config(
-            build_config(shape), dtype=getattr(torch, dtype), attn_implementation=attention
+            build_config(shape), dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
     return model.eval()
 

@@ -17,9 +17,7 @@ import contextlib
 import itertools
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +37,7 @@ from hf_dpzero.parallel.fsdp import give_back, layer_classes
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.sharding import is_sharded, local
+from scripts.benchmarks.arguments import in_processes
 
 SMOOTHING, LEARNING_RATE = 1e-3, 1e-4
 
@@ -56,25 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if "RANK" in os.environ:
         return _as_rank(options)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     given = sys.argv[1:] if arguments is None else arguments
-    command = [sys.executable, "-m", "scripts.benchmarks.sharded", *given]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={
-                **os.environ, **place, "RANK": str(rank), "WORLD_SIZE": str(options.processes),
-            },
-        )
-        for rank in range(options.processes)
-    ]  # fmt: skip
-    try:
-        return max(rank.wait(timeout=options.timeout) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
+    return max(
+        in_processes(options.processes, "scripts.benchmarks.sharded", given, options.timeout)
+    )
 
 
 def _as_rank(options: argparse.Namespace) -> int:

@@ -5,11 +5,9 @@ All run the same model, in eval mode and in the same arithmetic, on the same bat
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import secrets
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.objectives.losses import Inputs, PerExampleLoss, evaluation_mode, num_examples
+from hf_dpzero.objectives.losses import Inputs, evaluation_mode, num_examples
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
@@ -44,35 +42,15 @@ _PROBE = 1 << 40  # a step number that no measured step reaches
 
 def build(bench: StepBench) -> tuple[nn.Module, DrawnBatches]:
     """The shape's classifier with random weights, and microbatches of random tokens, no padding."""
-    model = empty_model(bench.shape, bench.dtype, bench.device, bench.attention)
+    model = empty_model(bench.shape, bench.dtype, bench.device)
     fill_(model)
     if bench.load_in_4bit:
         quantise_(model, bench.dtype)
     if bench.lora_rank:
         model = with_lora(model, bench.lora_rank)
     select_trainable(model, bench.trainable)
-    if bench.compile:
-        model.compile(dynamic=False)
     rows = random_rows(bench, build_config(bench.shape).vocab_size)
     return model, DrawnBatches(bench, rows)
-
-
-def _arithmetic(bench: StepBench) -> contextlib.AbstractContextManager[Any]:
-    """Autocast if asked for. One context for each forward pass: autocast caches cast weights."""
-    if not bench.autocast:
-        return contextlib.nullcontext()
-    return torch.autocast(torch.device(bench.device).type, torch.bfloat16)
-
-
-def _objective_of(bench: StepBench, model: nn.Module) -> PerExampleLoss:
-    """The objective of the model's head, in the bench's arithmetic."""
-    plain = select_objective(model)
-
-    def objective(model: nn.Module, inputs: Inputs) -> Tensor:
-        with _arithmetic(bench):
-            return plain(model, inputs)
-
-    return objective
 
 
 def noise_source() -> NoiseSource:
@@ -98,8 +76,7 @@ class Forwards:
         with evaluation_mode(self.model):
             for _ in range(2 * self.bench.num_directions):
                 for part in inputs:
-                    with _arithmetic(self.bench):
-                        self.model(**part)
+                    self.model(**part)
 
 
 class Step:
@@ -111,7 +88,7 @@ class Step:
 
     def __init__(self, bench: StepBench, model: nn.Module, batches: DrawnBatches) -> None:
         self.bench, self.batches, self.round = bench, batches, 0
-        self.objective = _objective_of(bench, model)
+        self.objective = select_objective(model)
         self.space = ParameterSpace.from_model(
             model, distribution=bench.direction, smoothing=SMOOTHING
         )
@@ -128,10 +105,8 @@ class Step:
             strategy=bench.strategy,
             passes=bench.passes,
         )
-        # One short example; for compiled models the batch, for another shape is compiled anew.
-        first = batches(0)[0]
-        short = {n: v[:1, :8] if v.dim() > 1 else v[:1] for n, v in first.items()}
-        self.probe = first if bench.compile else short
+        first = batches(0)[0]  # of which one short example
+        self.probe = {n: v[:1, :8] if v.dim() > 1 else v[:1] for n, v in first.items()}
         self.notes = choose_strategy(self.differences, self.probe, Direction(_KEY, _PROBE))
         self.noise = noise_source()
         self.step = self.of(bench.num_directions)
@@ -158,7 +133,7 @@ class Step:
             differences=self.differences,
             noise=self.noise,
             trajectory=Trajectory(header),
-            defer=self.bench.deferred,
+            defer=True,
         )
 
     def __call__(self, step: int) -> None:
@@ -198,8 +173,7 @@ class StepAfterItsOwn:
 
     def prepare(self) -> None:
         """Takes an untimed step."""
-        if self.step.bench.deferred:
-            self.step.take(self.own)
+        self.step.take(self.own)
 
     def __call__(self, step: int) -> None:
         self.step.round = step
@@ -217,7 +191,7 @@ class ReferenceStep:
         self.model, self.batches, self.count = model, batches, bench.num_directions
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.generator = torch.Generator(device=bench.device)
-        self.objective = _objective_of(bench, model)
+        self.objective = select_objective(model)
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
@@ -267,7 +241,7 @@ class FirstOrderStep:
         self.bench, self.batch = bench, batch
         size = bench.microbatch_size or bench.batch_size
         self.gradients = per_example_gradients(
-            model, _objective_of(bench, model), bench.per_example_gradients, size
+            model, select_objective(model), bench.per_example_gradients, size
         )
         self.optimizer = torch.optim.AdamW(self.gradients.parameters, lr=LEARNING_RATE)
         self.generator = torch.Generator(device=bench.device).manual_seed(secrets.randbits(63))

@@ -62,9 +62,8 @@ def _time_beside(
     """Interleaves steps with forwards; notes all seconds, and the ratio of the first step."""
     names = list(steps)
     said(f"timing {' and '.join(names)} beside bare forward passes, {bench.repeats} rounds")
-    untimed = 3 if bench.compile else 1  # a second call may be compiled once more
-    forwards.batches(untimed + bench.repeats)  # rows are drawn and collated off the clock
-    beside, *own = interleaved([forwards, *steps.values()], bench.repeats, bench.device, untimed)
+    forwards.batches(1 + bench.repeats)  # rows are drawn and collated off the clock
+    beside, *own = interleaved([forwards, *steps.values()], bench.repeats, bench.device)
     result["all_seconds"][f"two_forwards_beside_{names[0]}"] = beside
     result["all_seconds"].update(zip(names, own, strict=True))
     low, middle, high = quartiles([t / f for f, t in zip(beside, own[0], strict=True)])
@@ -85,8 +84,8 @@ def _measure_step(bench: StepBench, step: Step, forwards: Forwards, result: dict
     result["strategy"], result["notes"] = step.differences.strategy, step.notes
     result["breakdown"] = _breakdown(bench, step)
     result["bytes_per_parameter"] = bytes_per_parameter(step)
-    one, many = step.restore_errors(bench.cycles)
-    result["restore_error"], result[f"restore_error_after_{bench.cycles}_cycles"] = one, many
+    one, many = step.restore_errors(3)
+    result["restore_error"], result["restore_error_after_3_cycles"] = one, many
 
 
 def bytes_per_parameter(step: Step) -> float:

@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-ROWS_FILE, TABLE_FILE, JSON_FILE = "rows.jsonl", "table.md", "table.json"
+ROWS_FILE, TABLE_FILE = "rows.jsonl", "table.md"
 
 
 class Study(Protocol):
@@ -159,12 +159,15 @@ def append_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
 # ------------------------------------------------------------------ what a study writes
 
 
-def save(folder: Path, text: str, values: Sequence[Row] = ()) -> str:
-    """Writes table.md, and table.json if there are values; returns the text."""
+def save(folder: Path, text: str) -> str:
+    """Writes table.md; returns the text."""
     (folder / TABLE_FILE).write_text(text, encoding="utf-8")
-    if values:
-        (folder / JSON_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return text
+
+
+def sections(parts: Mapping[str, str]) -> str:
+    """Markdown: each text below its title."""
+    return "\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
 
 
 def table(head: Sequence[Any], lines: Iterable[Sequence[Any]]) -> str:
@@ -181,6 +184,16 @@ def panels(lines: int, columns: int, size: tuple[float, float], **shared: Any) -
     """A figure of `size` inches and its axes [lines, columns]."""
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(lines, columns, squeeze=False, **shared)
+
+
+def error_bars(
+    axes: Any, x: Sequence[float], found: Sequence[Interval], label: str, marker: str = "o"
+) -> None:
+    """Means over x with their intervals, which stay above 0: axes may be logarithmic."""
+    means = [i.mean for i in found]
+    widths = [min(i.half_width, 0.9 * i.mean) for i in found]
+    style = {"marker": marker, "markersize": 4, "capsize": 2}
+    axes.errorbar(x, means, yerr=widths, label=label, **style)
 
 
 class Interval(NamedTuple):

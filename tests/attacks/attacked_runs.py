@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+import yaml
 from tiny_runs import build, tiny_data, tiny_model
 from transformers import (
     BertConfig,
@@ -110,13 +114,24 @@ def base(tmp_path: Path) -> Path:
 
 def hub_cache(cache: Path, name: str, snapshot: Path, patch: Any, ref: str = "main") -> Path:
     """The folder of a copy of `snapshot` in Hugging Face's cache, as the model `name` of the Hub."""
-    import shutil
-
-    import huggingface_hub
-
     entry, commit = cache / f"models--{name.replace('/', '--')}", "0" * 40
     (entry / "refs").mkdir(parents=True)
     (entry / "refs" / ref).write_text(commit)
     shutil.copytree(snapshot, entry / "snapshots" / commit)
     patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     return entry / "snapshots" / commit
+
+
+def recipe_of(folder: Path, model: Path, *more: str, **settings: Any) -> Path:
+    """The recipe r.yaml on train.jsonl and validation.jsonl, and files of `more` rows beside it."""
+    for name in ("train", "validation", *more):
+        rows = [{"text": f"{name} film {i}", "label": i % 2} for i in range(40)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "model_name_or_path": str(model), "train_file": str(folder / "train.jsonl"),
+        "validation_file": str(folder / "validation.jsonl"), "max_seq_length": 16,
+        "target_epsilon": 4.0, "target_delta": 1e-3, "expected_batch_size": 4, "use_cpu": True,
+        "save_strategy": "no", "output_dir": str(folder / "out"), **settings,
+    }  # fmt: skip
+    (folder / "r.yaml").write_text(yaml.safe_dump(values))
+    return folder / "r.yaml"

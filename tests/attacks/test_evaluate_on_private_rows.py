@@ -8,50 +8,48 @@ from typing import Any
 
 import pytest
 import yaml
+from attacked_runs import recipe_of
 
 from hf_dpzero.cli import main
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path) -> Path:
-    """A recipe and its finished run beside it."""
+    """A recipe and its finished run beside it; recipes on other rows, and on rows that are gone."""
     folder = tmp_path_factory.mktemp("evaluate")
-    for name in ("train", "validation", "other"):
-        rows = [{"text": f"{name} film {i}", "label": i % 2} for i in range(40)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text)
-        (folder / f"{name}-edited.jsonl").write_text(text + json.dumps(rows[0]) + "\n")
-    values = {
-        "model_name_or_path": str(bert_checkpoint), "train_file": str(folder / "train.jsonl"),
-        "validation_file": str(folder / "validation.jsonl"), "max_train_samples": 16,
-        "max_seq_length": 16, "target_epsilon": 4.0, "target_delta": 1e-3, "expected_batch_size": 4,
-        "max_steps": 1, "use_cpu": True, "save_strategy": "no", "output_dir": str(folder / "out"),
-    }  # fmt: skip
-    (folder / "r.yaml").write_text(yaml.safe_dump(values))
-    elsewhere = {name: f"{folder / file}.jsonl" for name, file in
-                 (("train_file", "validation"), ("validation_file", "train-edited"))}  # fmt: skip
-    (folder / "another.yaml").write_text(yaml.safe_dump({**values, **elsewhere}))
-    assert main.main(["train", str(folder / "r.yaml")]) == 0
-    return folder / "r.yaml"
+    made = recipe_of(folder, bert_checkpoint, "other", max_train_samples=16, max_steps=1)
+    train = (folder / "train.jsonl").read_text()
+    (folder / "train-edited.jsonl").write_text(train + train.splitlines(keepends=True)[0])
+    values = yaml.safe_load(made.read_text())
+    for name, files in (
+        ("another", {"train_file": "validation", "validation_file": "train-edited"}),
+        ("without", {"train_file": "not/here"}),
+    ):
+        paths = {key: f"{folder / file}.jsonl" for key, file in files.items()}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values | paths))
+    assert main.main(["train", str(made)]) == 0
+    return made
 
 
-def evaluate(recipe: Path, name: str = "r.yaml", **files: Any) -> int:
+def evaluate(recipe: Path, name: str = "r", **files: Any) -> int:
     folder = recipe.parent
     words = [w for k, v in files.items() for w in (f"--{k}", str(folder / f"{v}.jsonl"))]
     model = ["--model_name_or_path", str(folder / "out")]
-    return main.main(["evaluate", str(folder / name), *model, *words, "--json"])
+    return main.main(["evaluate", str(folder / f"{name}.yaml"), *model, *words, "--json"])
 
 
-@pytest.mark.parametrize("rows", ["train", "train-edited"])
-def test_swapped_files_are_refused(recipe: Path, rows: str, capsys: Any) -> None:
-    assert evaluate(recipe, validation_file=rows, train_file="validation") == 2
-    assert "rows of train_dataset" in capsys.readouterr().err
-
-
-def test_another_recipe_on_the_rows_that_the_model_was_trained_on(
-    recipe: Path, capsys: Any
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("r", {"validation_file": "train", "train_file": "validation"}),
+        ("r", {"validation_file": "train-edited", "train_file": "validation"}),
+        ("another", {}),
+    ],
+)
+def test_rows_that_the_model_was_trained_on_are_refused(
+    recipe: Path, name: str, files: dict[str, str], capsys: Any
 ) -> None:
-    assert evaluate(recipe, "another.yaml") == 2
+    assert evaluate(recipe, name, **files) == 2
     assert "rows of train_dataset" in capsys.readouterr().err
 
 
@@ -61,6 +59,4 @@ def test_other_rows_are_evaluated(recipe: Path, capsys: Any) -> None:
     files = {"train_file": "validation", "validation_file": "other"}
     assert evaluate(recipe, **files) == 0
     assert "differentially private" in json.loads(capsys.readouterr().out)["privacy"]
-    without = yaml.safe_load(recipe.read_text()) | {"train_file": "not/here.jsonl"}
-    (recipe.parent / "without.yaml").write_text(yaml.safe_dump(without))
-    assert evaluate(recipe, "without.yaml", **files) == 0  # as published, without its rows
+    assert evaluate(recipe, "without", **files) == 0  # as published, without its rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
@@ -10,6 +11,7 @@ from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 from hf_dpzero.privacy import accounting
 from hf_dpzero.privacy.accounting import epsilon_after
 from hf_dpzero.privacy.events import StepSpec
+from hf_dpzero.reporting.wording import delta_words
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,10 @@ def test_what_arithmetic_may_hide_is_taken_off_delta():
     parts = [(spec, steps)]
     at = {d: accounting._pld_on_fitted_grid(parts, d, smaller=False) for d in (delta, left)}
     assert at[delta] < accounting._pld(parts, delta) == at[left]
+
+
+@pytest.mark.parametrize("delta", [1e-5, 0.1 / 67349, 0.1 / 3, 1.0000004e-6, 9.9999999e-8, 0.0])
+def test_delta_in_words_is_never_below_delta(delta):
+    said = Fraction(delta_words(delta))
+    assert said >= Fraction(repr(delta))
+    assert said <= Fraction(repr(delta)) * (1 + Fraction(1, 10**5))

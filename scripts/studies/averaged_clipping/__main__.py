@@ -3,7 +3,7 @@
     python -m scripts.studies.averaged_clipping --output_dir out/aclip                # 100,000 examples
     python -m scripts.studies.averaged_clipping --quick --output_dir out/aclip-quick
 
-Writes rows.jsonl, table.md, table.json and excess.png.
+Writes rows.jsonl, table.md and excess.png.
 """
 
 import sys

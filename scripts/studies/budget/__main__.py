@@ -3,7 +3,7 @@
     python -m scripts.studies.budget --output_dir out/budget              # 4 minutes of one core
     python -m scripts.studies.budget --quick --output_dir out/budget-quick
 
-Needs scikit-learn (its small digits, nothing is downloaded). Writes rows.jsonl, table.md, table.json and
+Needs scikit-learn (its small digits, nothing is downloaded). Writes rows.jsonl, table.md and
 figure1.png.
 """
 

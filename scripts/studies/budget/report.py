@@ -10,37 +10,15 @@ from typing import Any
 import numpy as np
 
 from scripts.studies.budget.study import ARMS, BUDGETS, Study, summary, total_budget
-from scripts.studies.harness import Row, panels, save, table
+from scripts.studies.harness import Row, panels, save, sections, table
 
-FIGURE_FILE = "figure1.png"
-CHOICES = ("auxiliary", "private")
 DRAWN = {"uniform": "o", "exp": "s", "gd_dynamic": "^", "momentum_uniform": "x"}
 """Arms in the figure -> marker."""
 BASES = ("uniform", "momentum_uniform")
 
 
-def all_rows(results: Sequence[Row]) -> list[Row]:
-    """`summary` under both budgets and both choices of T, JSON-safe."""
-    return [
-        {"chosen_on": chosen_on, **row}
-        for kind in BUDGETS
-        for chosen_on in CHOICES
-        for row in summary(results, kind, chosen_on)
-    ]
-
-
-def tables(rows: Sequence[Row]) -> str:
-    """Markdown: a section for each budget and choice of T, a line for each data set, N and arm."""
-    parts = []
-    for kind in BUDGETS:
-        for chosen_on in CHOICES:
-            own = [r for r in rows if (r["budget"], r["chosen_on"]) == (kind, chosen_on)]
-            title = f"Budget {kind}, R = {total_budget(kind):.4f}; T chosen on the {chosen_on} data"
-            parts.append(f"### {title}\n\n{_lines(own)}")
-    return "\n".join(parts)
-
-
 def _lines(rows: Sequence[Row]) -> str:
+    """Markdown: a line for each data set, N and arm."""
     lines = []
     for r in rows:
         gains = ["", ""]
@@ -58,9 +36,14 @@ def _lines(rows: Sequence[Row]) -> str:
     return table(("data", "N", "arm", "T", "train loss", *gains), lines)
 
 
-def plot(results: Sequence[Row], rows: Sequence[Row], output_dir: Path) -> Path:
-    """Figure 1: influence by step; train loss and test accuracy by N. A row for each data set."""
-    shown = [r for r in rows if (r["budget"], r["chosen_on"]) == ("zcdp", "auxiliary")]
+def plot(results: Sequence[Row], shown: Sequence[Row], path: Path) -> None:
+    """Figure 1: influence by step; train loss and test accuracy by N. A row for each data set.
+
+    Args:
+      results: of the study.
+      shown: their summary under one budget and choice of T.
+      path: of the image.
+    """
     sources = list(dict.fromkeys(r["source"] for r in shown))
     figure, axes_of = panels(len(sources), 3, (11.0, 3.2 * len(sources)))
     for (left, middle, right), source in zip(axes_of, sources, strict=True):
@@ -71,14 +54,15 @@ def plot(results: Sequence[Row], rows: Sequence[Row], output_dir: Path) -> Path:
         own = [r for r in shown if r["source"] == source]
         for axes, what in ((middle, "loss"), (right, "accuracy")):
             for arm, marker in DRAWN.items():
-                _draw_arm(axes, [r for r in own if r["arm"] == arm], what, marker)
+                at = [r for r in own if r["arm"] == arm]
+                x, y, error = ([r[key] for r in at] for key in ("examples", what, f"{what}_se"))
+                style = {"marker": marker, "markersize": 4, "capsize": 2}
+                axes.errorbar(x, y, error, label=ARMS[arm], **style)
             label = "train loss" if what == "loss" else "test accuracy"
             axes.set(xlabel="N", ylabel=label, title=source)
             axes.grid(alpha=0.3)
         middle.legend(fontsize=8)
-    path = output_dir / FIGURE_FILE
     figure.savefig(path, dpi=90)
-    return path
 
 
 def _draw_influence(axes: Any, results: Sequence[Row]) -> None:
@@ -95,14 +79,13 @@ def _draw_influence(axes: Any, results: Sequence[Row]) -> None:
             axes.plot(at, np.exp(fit), color=line[0].get_color(), linewidth=1)
 
 
-def _draw_arm(axes: Any, rows: Sequence[Row], what: str, marker: str) -> None:
-    x, y, error = ([r[key] for r in rows] for key in ("examples", what, f"{what}_se"))
-    axes.errorbar(x, y, error, marker=marker, markersize=4, capsize=2, label=ARMS[rows[0]["arm"]])
-
-
 def write(study: Study, results: Sequence[Row], output_dir: Path) -> str:
-    """Writes table.md, table.json and, once some arms are compared, figure1.png."""
-    rows = all_rows(results)
-    if rows:
-        plot(results, rows, output_dir)
-    return save(output_dir, tables(rows), rows)
+    """Writes table.md, a section for each budget and choice of T, and figure1.png of compared arms."""
+    parts = {}
+    for kind in BUDGETS:
+        for chosen_on in ("auxiliary", "private"):
+            title = f"Budget {kind}, R = {total_budget(kind):.4f}; T chosen on the {chosen_on} data"
+            parts[title] = _lines(summary(results, kind, chosen_on))
+    if shown := summary(results, "zcdp"):
+        plot(results, shown, output_dir / "figure1.png")
+    return save(output_dir, sections(parts))

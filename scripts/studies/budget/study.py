@@ -240,8 +240,7 @@ def summary(results: Sequence[Row], kind: str, chosen_on: str = "auxiliary") -> 
         }
         for arm, own in best.items():
             base = "momentum_uniform" if arm.startswith("momentum") else "uniform"
-            row: Row = {"source": source, "examples": examples, "arm": arm}
-            row |= {"budget": kind, "steps": own["steps"], "ratio": own["ratio"]}
+            row: Row = {"source": source, "examples": examples, "arm": arm, "steps": own["steps"]}
             for what in ("loss", "accuracy"):
                 values = np.array(own["arms"][arm][kind][what])
                 difference = values - np.array(best[base]["arms"][base][kind][what])

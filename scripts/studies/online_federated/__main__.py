@@ -3,7 +3,7 @@
     python -m scripts.studies.online_federated --output_dir out/onlinefl
     python -m scripts.studies.online_federated --quick --output_dir out/onlinefl-quick
 
-Needs scikit-learn (its small digits). Writes rows.jsonl, table.md, table.json and a plot of each part.
+Needs scikit-learn (its small digits). Writes rows.jsonl, table.md and a plot of each part.
 """
 
 import sys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,96 +19,71 @@ from hf_dpzero.papers.online_federated import (
     true_epsilon,
 )
 from hf_dpzero.privacy.correlated import factorization as f
-from scripts.studies.harness import Row, interval, panels, philox, save, table
-from scripts.studies.online_federated.study import Study, made
+from scripts.studies.harness import Row, interval, panels, philox, save, sections, table
+from scripts.studies.online_federated.study import Point, Study, made
 from scripts.studies.online_federated.theory import drifting
 
-PLOT_FILES = {"logistic": "logistic.png", "digits": "digits.png"}
-KEY = ("experiment", "local_steps", "calibration", "epsilon", "delta")
+
+def _key(row: Row) -> Point:
+    return Point(*(row[name] for name in Point._fields))
 
 
-def summary(rows: Sequence[Row]) -> list[Row]:
-    """The rows with means, deviations and gaps in the place of the seeds' figures."""
-    clear = {_key(r): r["accuracy"] for r in rows if r["noise"] == "noiseless" and r["chosen"]}
-    found = []
-    for row in rows:
-        kept = {k: v for k, v in row.items() if k not in ("accuracy", "at", "curve", "spread")}
-        values = np.array(row["accuracy"])
-        gap = interval((values - np.array(clear[_key(row)])).tolist())
-        figures = {
-            "accuracy": float(values.mean()),
-            "accuracy_std": float(values.std(ddof=1)) if len(values) > 1 else None,
-            "gap": gap.mean,
-            "gap_half_width": gap.half_width,
-        }
-        found.append({**kept, **figures})
-    return found
+def _names(rows: Iterable[Row]) -> list[str]:
+    """The noises of some rows, in the order of `NOISES`."""
+    known = {row["noise"] for row in rows}
+    return [name for name in NOISES if name in known]
 
 
-def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[k] for k in KEY)
+def _accuracy(row: Row, clear: Row) -> str:
+    values = np.array(row["accuracy"])
+    spread = f" ({values.std(ddof=1):.3f})" if len(values) > 1 else ""
+    return f"{values.mean():.3f}{spread}"
+
+
+def _gap(row: Row, clear: Row) -> str:
+    """Points below the noiseless run, over the same seeds."""
+    gap = interval((np.array(clear["accuracy"]) - np.array(row["accuracy"])).tolist())
+    return f"{100 * gap.mean:.1f} ± {100 * gap.half_width:.1f}"
 
 
 def accuracy_table(
-    rows: Sequence[Row], experiment: str, pick: Callable[[Row], bool], *, gaps: bool = False
+    rows: Sequence[Row], experiment: str, pick: str, show: Callable[[Row, Row], str] = _accuracy
 ) -> str:
-    """A line for each setting, a column for each noise."""
+    """A line for each setting, a column for each noise: the rows that are `chosen` or `shared`."""
     mine = [r for r in rows if r["experiment"] == experiment]
-    names = [
-        n for n in NOISES if any(r["noise"] == n for r in mine) and not (gaps and n == "noiseless")
-    ]
+    names = [n for n in _names(mine) if n != "noiseless" or show is not _gap]
     lines = []
-    for key in dict.fromkeys(_key(r) for r in mine):
-        cells = {r["noise"]: r for r in mine if _key(r) == key and pick(r)}
-        clear = next(
-            r for r in mine if _key(r) == key and r["noise"] == "noiseless" and r["chosen"]
-        )
-        cells["noiseless"] = clear
-        show = _gap if gaps else _accuracy
-        lines.append([*_setting(key, cells), *(show(cells.get(name)) for name in names)])
+    for key in dict.fromkeys(map(_key, mine)):
+        own = [r for r in mine if _key(r) == key]
+        cells = {r["noise"]: r for r in own if r[pick]}
+        cells["noiseless"] = next(r for r in own if r["noise"] == "noiseless" and r["chosen"])
+        known = {f"{r['true_epsilon']:.3g}" for r in cells.values() if r["true_epsilon"]}
+        true = sorted(known, key=float)
+        setting = [key.local_steps, key.calibration, f"{key.epsilon:g}", f"{key.delta:g}"]
+        shown = [show(cells[n], cells["noiseless"]) if n in cells else "" for n in names]
+        lines.append([*setting, " to ".join(true[:: max(1, len(true) - 1)]), *shown])
     return table(["τ", "calibration", "ε", "δ", "true ε", *names], lines)
 
 
-def _setting(key: tuple[Any, ...], cells: dict[str, Row]) -> list[str]:
-    """tau, calibration, epsilon, delta and what the epsilons really are."""
-    _, tau, calibration, epsilon, delta = key
-    true = sorted(
-        {f"{r['true_epsilon']:.3g}" for r in cells.values() if r["true_epsilon"]}, key=float
-    )
-    return [
-        str(tau),
-        calibration,
-        f"{epsilon:g}",
-        f"{delta:g}",
-        " to ".join(true[:: max(1, len(true) - 1)]),
-    ]
+def chosen_table(rows: Sequence[Row], experiment: str) -> str:
+    """The server step that each noise has chosen."""
+    mine = [r for r in rows if r["experiment"] == experiment and r["chosen"]]
+    names, lines = _names(mine), []
+    for key in dict.fromkeys(map(_key, mine)):
+        steps = {r["noise"]: f"{r['step']:.3g}" for r in mine if _key(r) == key}
+        setting = [key.local_steps, key.calibration, f"{key.epsilon:g}", f"{key.delta:g}"]
+        lines.append([*setting, *(steps.get(n, "") for n in names)])
+    return table(["τ", "calibration", "ε", "δ", *names], lines)
 
 
-def _accuracy(row: Row | None) -> str:
-    if row is None:
-        return ""
-    spread = row["accuracy_std"]
-    return f"{row['accuracy']:.3f}" + ("" if spread is None else f" ({spread:.3f})")
-
-
-def _gap(row: Row | None) -> str:
-    return "" if row is None else f"{-100 * row['gap']:.1f} ± {100 * row['gap_half_width']:.1f}"
-
-
-def step_table(rows: Sequence[Row], calibration: str, epsilon: float) -> str:
-    """Accuracy of logistic regression at each server step, tau = 5, delta = 1e-3."""
-    wanted = ("logistic", 5, calibration, epsilon, 1e-3)
-    mine = [r for r in rows if _key(r) == wanted]
-    names = [n for n in NOISES if any(r["noise"] == n for r in mine)]
-    at = {(r["step"], r["noise"]): r for r in mine}
+def step_table(rows: Sequence[Row], point: Point) -> str:
+    """Accuracy of a setting at each server step."""
+    mine = [r for r in rows if _key(r) == point]
+    at = {(r["step"], r["noise"]): f"{np.mean(r['accuracy']):.3f}" for r in mine}
+    names = _names(mine)
     steps = sorted({r["step"] for r in mine})
-    return table(
-        ["etilde", *names],
-        [
-            [f"{s:g}", *(f"{at[s, n]['accuracy']:.3f}" if (s, n) in at else "" for n in names)]
-            for s in steps
-        ],
-    )
+    lines = [[f"{s:g}", *(at.get((s, n), "") for n in names)] for s in steps]
+    return table(["etilde", *names], lines)
 
 
 def noise_table(rounds: Sequence[int]) -> str:
@@ -116,8 +91,7 @@ def noise_table(rounds: Sequence[int]) -> str:
     names = [n for n in NOISES if n != "noiseless"]
     lines = []
     for r in rounds:
-        found = [made(n, r) for n in names]
-        errors = [f"{n.prefix_error:.4g}" for n in found if n]
+        errors = [f"{noise.prefix_error:.4g}" for n in names if (noise := made(n, r))]
         tree = float(paper_tree_norm(r) ** 2 * f.tree(r).prefix_variances.mean())
         lines.append([r, *errors, f"{tree:.4g}"])
     return table(["R", *names, "tree, all nodes"], lines)
@@ -152,51 +126,39 @@ def theory_table(rounds: int = 512, steps: Sequence[float] = (0.125, 0.03, 0.01,
     return table(["etilde", "noise", "path", "noise part", "its bound", "regret", "bound"], lines)
 
 
-def tables(rows: Sequence[Row], study: Study) -> str:
-    """All tables as Markdown."""
-    found, parts = summary(rows), []
-    for experiment in dict.fromkeys(r["experiment"] for r in found):
-        args = (found, experiment)
+def tables(rows: Sequence[Row], study: Study) -> dict[str, str]:
+    """Title -> table."""
+    parts: list[tuple[str, str]] = []
+    for experiment in dict.fromkeys(r["experiment"] for r in rows):
+        at = (rows, experiment)
         parts += [
-            (f"{experiment}: own best step", accuracy_table(*args, lambda r: r["chosen"])),
-            ("Points below noiseless", accuracy_table(*args, lambda r: r["chosen"], gaps=True)),
-            ("All at Toeplitz' step", accuracy_table(*args, lambda r: r["shared"])),
-            ("Chosen steps", _chosen(found, experiment)),
+            (f"{experiment}: own best step", accuracy_table(*at, "chosen")),
+            (f"{experiment}: points below noiseless", accuracy_table(*at, "chosen", _gap)),
+            (f"{experiment}: all at Toeplitz' step", accuracy_table(*at, "shared")),
+            (f"{experiment}: chosen steps", chosen_table(*at)),
         ]
-    for tau, calibration, epsilon, delta in study.targets:
-        if tau == 5 and delta == 1e-3:
-            title = f"logistic, {calibration}, ε = {epsilon:g}: each step"
-            parts.append((title, step_table(found, calibration, epsilon)))
-    parts += [
-        (
-            "Prefix error",
-            noise_table([r for r in (4, 16, 64, 256, 1000) if r <= study.records // 5]),
-        ),
-        ("Eq. (8)", column_table()),
-        ("Lemma IV.9 on quadratics", theory_table(min(512, study.records // 5))),
-    ]
-    return "\n".join(f"## {title}\n\n{text}" for title, text in parts)
+    for point in (Point("logistic", *target) for target in study.targets):
+        if point.local_steps == 5 and point.delta == 1e-3:
+            title = f"logistic, {point.calibration}, ε = {point.epsilon:g}: each step"
+            parts.append((title, step_table(rows, point)))
+    most = study.records // 5
+    return dict(parts) | {
+        "Prefix error": noise_table([r for r in (4, 16, 64, 256, 1000) if r <= most]),
+        "Eq. (8)": column_table(),
+        "Lemma IV.9 on quadratics": theory_table(min(512, most)),
+    }
 
 
-def _chosen(rows: Sequence[Row], experiment: str) -> str:
-    mine = [r for r in rows if r["experiment"] == experiment and r["chosen"]]
-    names = [n for n in NOISES if any(r["noise"] == n for r in mine)]
-    lines = []
-    for key in dict.fromkeys(_key(r) for r in mine):
-        steps = {r["noise"]: f"{r['step']:.3g}" for r in mine if _key(r) == key}
-        lines.append(
-            [key[1], key[2], f"{key[3]:g}", f"{key[4]:g}", *(steps.get(n, "") for n in names)]
-        )
-    return table(["τ", "calibration", "ε", "δ", *names], lines)
+def _order(key: Point) -> tuple[Any, ...]:
+    return (key.calibration, key.epsilon, key.local_steps) if key.experiment == "digits" else ()
 
 
-def plot(rows: Sequence[Row], experiment: str, path: Path) -> Path:
+def plot(rows: Sequence[Row], experiment: str, path: Path) -> None:
     """Curves of accuracy with a band of one standard deviation, each noise at its own best step."""
     mine = [r for r in rows if r["experiment"] == experiment and r["chosen"] and r["delta"] == 1e-3]
     if experiment == "logistic":
         mine = [r for r in mine if r["local_steps"] == mine[0]["local_steps"]]
-    order = (lambda k: (k[2], k[3], k[1])) if experiment == "digits" else (lambda k: 0)
-    keys = sorted(dict.fromkeys(_key(r) for r in mine), key=order)
+    keys = sorted(dict.fromkeys(map(_key, mine)), key=_order)
     columns = min(3, len(keys))
     lines = math.ceil(len(keys) / columns)
     figure, grid = panels(lines, columns, (3.6 * columns, 2.8 * lines), sharey=True)
@@ -206,7 +168,8 @@ def plot(rows: Sequence[Row], experiment: str, path: Path) -> Path:
             style = "k:" if row["noise"] == "noiseless" else f"C{list(NOISES).index(row['noise'])}-"
             axes.plot(at, curve, style, label=row["noise"], linewidth=1.2)
             axes.fill_between(at, curve - spread, curve + spread, color=style[:-1], alpha=0.12)
-        axes.set(title=f"{key[2]}, ε = {key[3]:g}, τ = {key[1]}", xlabel="round")
+        title = f"{key.calibration}, ε = {key.epsilon:g}, τ = {key.local_steps}"
+        axes.set(title=title, xlabel="round")
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(keys) :]:
         axes.set_visible(False)
@@ -214,12 +177,10 @@ def plot(rows: Sequence[Row], experiment: str, path: Path) -> Path:
     handles = {h.get_label(): h for axes in grid.flat for h in axes.get_legend_handles_labels()[0]}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=6, fontsize=8)
     figure.savefig(path, dpi=90)
-    return path
 
 
 def write(study: Study, rows: Sequence[Row], output_dir: Path) -> str:
-    """Writes table.md, table.json and a plot of each experiment."""
-    for experiment, name in PLOT_FILES.items():
-        if any(row["experiment"] == experiment for row in rows):
-            plot(rows, experiment, output_dir / name)
-    return save(output_dir, tables(rows, study), summary(rows))
+    """Writes table.md and logistic.png and digits.png, as far as there are rows of them."""
+    for experiment in dict.fromkeys(row["experiment"] for row in rows):
+        plot(rows, experiment, output_dir / f"{experiment}.png")
+    return save(output_dir, sections(tables(rows, study)))

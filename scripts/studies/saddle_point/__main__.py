@@ -3,7 +3,7 @@
     python -m scripts.studies.saddle_point --output_dir out/saddle --texts ../shared/data/sst2
     python -m scripts.studies.saddle_point --quick --output_dir out/saddle-quick
 
-Writes rows.jsonl, table.md, table.json, gaps.png and queries.png.
+Writes rows.jsonl, table.md, gaps.png and queries.png.
 """
 
 import sys

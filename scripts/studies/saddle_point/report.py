@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from scripts.studies.harness import Row, interval, panels, save, table
+from scripts.studies.harness import Row, error_bars, interval, panels, save, sections, table
 from scripts.studies.saddle_point.study import Study
 
-GAP_PLOT, QUERY_PLOT = "gaps.png", "queries.png"
 PARTS = {
     "n": "Bilinear games, Algorithm 1: duality gap against n",
     "dimension": "Bilinear games, Algorithm 1: duality gap against dimension",
@@ -75,15 +73,12 @@ def tables(study: Study, rows: Sequence[Row]) -> str:
     order = {point: i for i, point in enumerate(study.points())}
     rows = sorted(rows, key=lambda row: order[row["part"], row["size"], row["method"]])
     head = f"Target ε = {study.epsilon:g}, δ = {study.delta:g}, {len(study.seeds)} seeds.\n\n"
-    sections = [
-        f"## {title}\n\n{part_table([row for row in rows if row['part'] == part])}\n"
-        for part, title in PARTS.items()
-        if any(row["part"] == part for row in rows)
-    ]
-    return head + "".join(sections) + f"## Exponents\n\n{slopes(rows)}"
+    own = {title: [r for r in rows if r["part"] == part] for part, title in PARTS.items()}
+    parts = {title: part_table(found) for title, found in own.items() if found}
+    return head + sections({**parts, "Exponents": slopes(rows)})
 
 
-def plot(rows: Sequence[Row], parts: Sequence[str], path: Path) -> Path:
+def plot(rows: Sequence[Row], parts: Sequence[str], path: Path) -> None:
     """Values against size on logarithmic axes, a panel for each part."""
     figure, (line,) = panels(1, len(parts), (4.6 * len(parts), 4.0))
     for axes, part in zip(line, parts, strict=True):
@@ -93,29 +88,22 @@ def plot(rows: Sequence[Row], parts: Sequence[str], path: Path) -> Path:
         axes.set_title(title, fontsize=9)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        if mine:
-            _draw(axes, mine)
-            axes.set(xscale="log", yscale="log")
-            axes.legend(fontsize=7)
+        if not mine:
+            continue
+        for method in dict.fromkeys(row["method"] for row in mine):
+            own = sorted((r for r in mine if r["method"] == method), key=lambda r: r["size"])
+            found = [interval(row["values"]) for row in own]
+            error_bars(axes, [row["size"] for row in own], found, method)
+        sizes = sorted({row["size"] for row in mine})
+        uniform = [np.mean([r["uniform"] for r in mine if r["size"] == size]) for size in sizes]
+        axes.plot(sizes, uniform, color="grey", linestyle=":", label="uniform")
+        axes.set(xscale="log", yscale="log")
+        axes.legend(fontsize=7)
     figure.savefig(path, dpi=90)
-    return path
-
-
-def _draw(axes: Any, rows: Sequence[Row]) -> None:
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = sorted((r for r in rows if r["method"] == method), key=lambda r: r["size"])
-        found = [interval(row["values"]) for row in mine]
-        sizes = [row["size"] for row in mine]
-        widths = [min(i.half_width, 0.9 * i.mean) for i in found]
-        means = [i.mean for i in found]
-        axes.errorbar(sizes, means, yerr=widths, marker="o", markersize=3, capsize=2, label=method)
-    sizes = sorted({row["size"] for row in rows})
-    uniform = [np.mean([r["uniform"] for r in rows if r["size"] == size]) for size in sizes]
-    axes.plot(sizes, uniform, color="grey", linestyle=":", label="uniform")
 
 
 def write(study: Study, rows: Sequence[Row], output_dir: Path) -> str:
-    """Writes table.md, table.json, gaps.png and queries.png."""
-    plot(rows, ("n", "dimension"), output_dir / GAP_PLOT)
-    plot(rows, ("smooth", "regression", "queries"), output_dir / QUERY_PLOT)
-    return save(output_dir, tables(study, rows), rows)
+    """Writes table.md, gaps.png and queries.png."""
+    plot(rows, ("n", "dimension"), output_dir / "gaps.png")
+    plot(rows, ("smooth", "regression", "queries"), output_dir / "queries.png")
+    return save(output_dir, tables(study, rows))

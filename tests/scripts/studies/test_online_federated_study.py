@@ -11,7 +11,6 @@ from hf_dpzero.papers.online_federated import Federation, Stream, calibrated, in
 from hf_dpzero.privacy.correlated import factorization as f
 from scripts.studies.harness import run
 from scripts.studies.online_federated import report
-from scripts.studies.online_federated import study as study_module
 from scripts.studies.online_federated.study import Point, Setting, Study
 from scripts.studies.online_federated.theory import Quadratics, drifting
 
@@ -151,25 +150,15 @@ def test_tuning_and_measuring_have_different_draws(monkeypatch):
     }
 
 
-def test_a_study_resumes_and_refuses_other_settings(tmp_path, monkeypatch):
+def test_every_point_has_rows_tables_and_plots(tmp_path, monkeypatch):
     rows = run(TINY, tmp_path)
     assert {Point(*(r[k] for k in Point._fields)) for r in rows} == set(TINY.points())
-    path = tmp_path / "rows.jsonl"
-    lines = path.read_text().splitlines()
-    last = [i for i, line in enumerate(lines) if '"over tau"' in line]
-    path.write_text("\n".join(lines[: last[1]]) + "\n")
-    assert run(TINY, tmp_path) == rows
-    monkeypatch.setattr(study_module, "Setting", None)  # nothing is left to run
-    assert run(TINY, tmp_path) == rows
-    with pytest.raises(ValueError, match="other settings"):
-        run(dataclasses.replace(TINY, seeds=4), tmp_path)
-
-
-@pytest.fixture
-def few_facts(monkeypatch):
-    """The tables that do not depend on the rows, which need seconds."""
-    for name in ("noise_table", "column_table", "theory_table"):
+    for name in ("noise_table", "column_table", "theory_table"):  # not of the rows: need seconds
         monkeypatch.setattr(report, name, lambda *_, name=name: name)
+    text = report.write(TINY, rows, tmp_path)
+    assert "| 3 | over tau | 2 | 0.001 |" in text and "theory_table" in text
+    for name in ("logistic", "digits"):
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_tables_show_gaps_and_the_golden_figures():
@@ -182,9 +171,7 @@ def test_tables_show_gaps_and_the_golden_figures():
         {**row, "noise": "noiseless", "accuracy": [0.9, 0.8]},
         {**row, "noise": "toeplitz", "accuracy": [0.8, 0.7], "true_epsilon": 2.0},
     ]
-    found = report.summary(rows)
-    assert found[1]["gap"] == pytest.approx(-0.1) and found[1]["gap_half_width"] < 1e-6
-    text = report.accuracy_table(found, "digits", lambda r: r["chosen"], gaps=True)
+    text = report.accuracy_table(rows, "digits", "chosen", report._gap)
     assert "| 5 | exact | 2 | 0.001 | 2 | 10.0 ± 0.0 |" in text
     assert "| 16 | 8.5 | 10.31 | 3.757 | 2.854 | 3.229 | 10.31 |" in report.noise_table((4, 16))
     assert "| 1000 | 3.2650 | 3.1278 |" in report.column_table((1000,))

@@ -68,8 +68,7 @@ def test_tables_and_plots_are_written(rows):
     text = report.write(study, found, folder)
     assert all(title in text for title in report.PARTS.values())
     assert "| 300 | 4 x 4 | paper |" in text and "refused: U=" in text
-    assert json.loads((folder / "table.json").read_text()) == found
-    for name in (report.GAP_PLOT, report.QUERY_PLOT):
+    for name in ("gaps.png", "queries.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
