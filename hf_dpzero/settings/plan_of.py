@@ -18,7 +18,6 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
 from hf_dpzero.reporting.provenance import earlier_plans
 from hf_dpzero.settings.defaults import CLASSIC
-from hf_dpzero.settings.nested import GroupRobust
 from hf_dpzero.settings.schedules import check_steps, factors_of, noise_schedule_of
 from hf_dpzero.settings.setting import settings_of
 
@@ -30,44 +29,27 @@ LEAST_LEFT = 0.01
 
 
 def plan_of(config: DPZeroConfig, num_examples: int, dimension: int | None = None) -> PrivacyPlan:
-    """The plan of a run, calibrated if a target was given.
-
-    Args:
-      config: a `DPZeroConfig`.
-      num_examples: n.
-      dimension: d, trainable coordinates; for methods that release d-vectors (`DenseNoise`). None
-        stands for 2^27 there.
-
-    Returns:
-      The plan.
-
-    Raises:
-      ValueError: see `DPZeroConfig.plan`.
-    """
-    plan = _plan_of(config, num_examples, dimension)
-    check_steps(plan)
-    return plan
-
-
-def _plan_of(config: DPZeroConfig, num_examples: int, dimension: int | None) -> PrivacyPlan:
+    """Makes the plan of a run, calibrated if a target was given: see `DPZeroConfig.plan`."""
     fixed = _mechanism(config, num_examples)
     if dimension is not None and issubclass(MECHANISMS[config.method], DenseNoise):
         fixed["dimension"] = dimension
     plan = _calibrated(config, num_examples, fixed)
-    if config.clipping != "adaptive":
-        return plan
-    count_noise = config.clipping_config.count_noise
-    if count_noise is None:  # the total multiplier z does not depend on how it is shared out
+    if config.clipping == "adaptive":
+        # Calibrated twice: z of the whole step, found first, does not depend on how it is shared out
+        # between the sum and the count, and the count's default noise follows from z.
         z = plan.mechanism.effective_noise_multiplier
-        count_noise = max(plan.mechanism.expected_batch_size / 20, z)
-    adaptive = {
-        "name": f"{config.method}-adaptive",
-        "clip_quantile": config.clipping_config.quantile,
-        "clip_learning_rate": config.clipping_config.learning_rate,
-        "clip_count_noise": count_noise,
-    }
-    fixed.pop("distribution", None)
-    return _calibrated(config, num_examples, fixed | adaptive)
+        own = config.clipping_config
+        count_noise = own.count_noise or max(plan.mechanism.expected_batch_size / 20, z)
+        fixed |= {
+            "name": f"{config.method}-adaptive",
+            "clip_quantile": own.quantile,
+            "clip_learning_rate": own.learning_rate,
+            "clip_count_noise": count_noise,
+        }
+        fixed.pop("distribution", None)
+        plan = _calibrated(config, num_examples, fixed)
+    check_steps(plan)
+    return plan
 
 
 def _calibrated(
@@ -161,39 +143,33 @@ def groups_of(config: DPZeroConfig) -> GroupLosses | None:
                     f"of train_dataset that holds each row's group, or leave {field.name} out."
                 )
         return None
-    kind = GROUP_LOSSES[asked.weights]
-    shares = _shares(asked)
-    values: dict[str, Any] = {
-        "names": tuple(shares),
-        "shares": tuple(shares.values()),
-        "loss_bound": asked.loss_bound,
-    }
-    if issubclass(kind, VertexGroups):
-        if asked.rate is not None:
-            raise ValueError(
-                f"group_robust.rate={asked.rate} with group_robust.weights='vertex', whose rate follows "
-                "from the budget (each draw costs in proportion to its square): set "
-                "group_robust.budget, or use other weights."
-            )
-        values["draws"] = asked.draws
-    else:
-        values["rate"] = asked.rate
-    if issubclass(kind, BudgetedGroups):
-        values["budget"] = asked.budget
-    return kind(**values)
-
-
-def _shares(asked: GroupRobust) -> dict[str, float]:
     if not isinstance(asked.shares, Mapping) or not asked.shares:
         raise ValueError(
             f"group_robust.shares={asked.shares!r} with group_robust.column={asked.column!r}: give "
-            "every group's name and public share, {urban: 0.8, rural: 0.2}, from a "
-            "source outside of the "
-            "private rows (a census, say). Counted on these, both would be published without noise."
+            "every group's name and public share, {urban: 0.8, rural: 0.2}, from a source outside of "
+            "the private rows (a census, say). Counted on these, both would be published without noise."
         )
     for name, share in asked.shares.items():
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise ValueError(
                 f"group_robust.shares gives {name!r} the share {share!r}: give a number in (0, 1]."
             )
-    return {str(name): float(share) for name, share in asked.shares.items()}
+    kind = GROUP_LOSSES[asked.weights]
+    values: dict[str, Any] = {
+        "names": tuple(map(str, asked.shares)),
+        "shares": tuple(map(float, asked.shares.values())),
+        "loss_bound": asked.loss_bound,
+    }
+    if not issubclass(kind, VertexGroups):
+        values["rate"] = asked.rate
+    elif asked.rate is None:
+        values["draws"] = asked.draws
+    else:
+        raise ValueError(
+            f"group_robust.rate={asked.rate} with group_robust.weights='vertex', whose rate follows "
+            "from the budget (each draw costs in proportion to its square): set "
+            "group_robust.budget, or use other weights."
+        )
+    if issubclass(kind, BudgetedGroups):
+        values["budget"] = asked.budget
+    return kind(**values)

@@ -14,7 +14,6 @@ for each step.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +62,15 @@ def noise_schedule_of(config: DPZeroConfig, steps: int) -> NoiseSchedule | None:
         return None
     if values["name"] == "gd":
         values["name"] = "exp"
-    if "kappa" in values:
-        values["gamma"] = _gamma(values.pop("kappa"), values)
+    if (kappa := values.pop("kappa", None)) is not None:
+        if "gamma" in values:
+            raise ValueError("schedules.noise has both kappa and gamma = 1 - 1/kappa; give one.")
+        if not kappa > 1:
+            raise ValueError(
+                f"schedules.noise has kappa={kappa}: a condition number above 1 is needed (at 1 each "
+                "step forgets all noise before it)."
+            )
+        values["gamma"] = 1 - 1 / kappa
     if values["name"] in _FOLLOW_RATE:
         if own := {"learning_rate", "warmup_steps"} & values.keys():
             raise ValueError(
@@ -152,17 +158,6 @@ def judge_schedule(plan: Any, delta: float) -> None:
         logger.info(words)
 
 
-def _gamma(kappa: float, values: dict[str, Any]) -> float:
-    if "gamma" in values:
-        raise ValueError("schedules.noise has both kappa and gamma = 1 - 1/kappa; give one.")
-    if not kappa > 1:
-        raise ValueError(
-            f"schedules.noise has kappa={kappa}: a condition number above 1 is needed (at 1 each step "
-            "forgets all noise before it)."
-        )
-    return 1 - 1 / kappa
-
-
 def _values(name: str, text: Any) -> dict[str, Any] | None:
     """Name and parameters as a plan's JSON has them."""
     if text is None:
@@ -171,16 +166,18 @@ def _values(name: str, text: Any) -> dict[str, Any] | None:
         return {"name": "given", "levels": tuple(text)}
     text = str(text).strip()
     if text.endswith(_SUFFIXES):
-        return {"name": "given", "levels": _from_file(name, Path(text))}
+        try:
+            lines = Path(text).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{name}={text!r} cannot be read: {error}") from None
+        # A list of JSON or YAML, or numbers a line or between commas.
+        items = [_ITEM.sub("", line).strip("[], \t") for line in lines]
+        return {"name": "given", "levels": _numbers(name, text, ",".join(filter(None, items)))}
     call = _CALL.fullmatch(text)
     if call is None:
-        return {"name": "given", "levels": _numbers(name, text)}
-    return {"name": call[1], **_parameters(name, text, call[2] or "")}
-
-
-def _parameters(name: str, text: str, inside: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for i, part in enumerate(filter(None, map(str.strip, inside.split(",")))):
+        return {"name": "given", "levels": _numbers(name, text, text)}
+    found: dict[str, Any] = {"name": call[1]}
+    for i, part in enumerate(filter(None, map(str.strip, (call[2] or "").split(",")))):
         key, equals, value = part.partition("=")
         if not equals and i == 0:
             key, value = ("end" if name != "schedules.noise" else "gamma"), part
@@ -193,28 +190,11 @@ def _parameters(name: str, text: str, inside: str) -> dict[str, Any]:
     return found
 
 
-def _from_file(name: str, path: Path) -> tuple[Any, ...]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}={str(path)!r} cannot be read: {error}") from None
-    if path.suffix == ".json":
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{name}={str(path)!r} is not valid JSON: {error}") from None
-        if not isinstance(values, list):
-            raise ValueError(f"{name}={str(path)!r} must hold a list of numbers.")
-        return tuple(values)
-    lines = [_ITEM.sub("", line).strip("[], \t") for line in text.splitlines()]
-    return _numbers(name, ",".join(line for line in lines if line))
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
+def _numbers(name: str, given: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(item) for item in listed(text))
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name}={text[:80]!r} is no schedule: write exp(gamma=0.99), one number for each step "
+            f"{name}={given[:80]!r} is no schedule: write exp(gamma=0.99), one number for each step "
             "between commas, or the name of a file with them."
         ) from None

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -121,15 +120,30 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_paid_step_is_lost(tmp_path: Path, kind: str) -> None:
+WEIGHTS_ALONE = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+STOPS: list[tuple[str, dict[str, Any], tuple[Any, ...], int]] = [
+    *((kind, {}, ("on_step_begin", 3), 4) for kind in KINDS),
+    # Schedulers tell every process of a job, and launchers pass it on: it comes several times.
+    ("dp-sgd", {}, ("on_step_begin", 1, 3), 2),
+    # A checkpoint that cannot be resumed from is no reason not to write one.
+    ("dp-adamw", WEIGHTS_ALONE, ("on_step_end", 2), 2),
+    # All steps are taken and the weights nowhere else: the resume has no step.
+    ("dp-adamw", {}, ("on_train_end",), 6),
+]
+"""A run, its settings, what sends the signal, and the steps that are paid for."""
+
+
+@pytest.mark.parametrize(("kind", "more", "signals", "paid"), STOPS)
+def test_no_paid_step_is_lost(
+    tmp_path: Path, kind: str, more: dict[str, Any], signals: tuple[Any, ...], paid: int
+) -> None:
     """Also of first-order runs that keep no checkpoints: all steps of these were lost."""
-    settings = settings_of(kind)
-    status, said, _ = stopped(tmp_path / "run", settings, Signal("on_step_begin", 3))
+    settings = settings_of(kind, **more)
+    status, said, _ = stopped(tmp_path / "run", settings, Signal(*signals))
     assert status == 143
-    assert steps_of(tmp_path / "run") == (4, 4)
+    assert steps_of(tmp_path / "run") == (paid, paid)
     (line,) = [line for line in said.splitlines() if "SIGTERM" in line]
-    for words in ("after step 4 of 6", "checkpoint-4", "resume_from_checkpoint=True", "exactly"):
+    for words in (f"step {paid}", f"checkpoint-{paid}", "resume_from_checkpoint=True", "exactly"):
         assert words in line
     straight = finish(tmp_path / "straight", settings, resume=False)
     assert same(finish(tmp_path / "run", settings), straight)
@@ -212,34 +226,12 @@ def test_before_the_first_step(tmp_path: Path, place: str) -> None:
     finish(tmp_path, {**settings, "eval_on_start": False})
 
 
-def test_at_the_end_of_training(tmp_path: Path) -> None:
-    """All steps are taken and the weights nowhere else: they are kept, and the resume has no step."""
-    settings = settings_of("dp-adamw")
-    assert stopped(tmp_path / "run", settings, Signal("on_train_end"))[0] == 143
-    assert steps_of(tmp_path / "run") == (6, 6)
-    straight = finish(tmp_path / "straight", settings, resume=False)
-    assert same(finish(tmp_path / "run", settings), straight)
-
-
-def test_twice_is_as_once(tmp_path: Path) -> None:
-    """Schedulers tell every process of a job, and launchers pass it on."""
-    assert stopped(tmp_path, settings_of("dp-sgd"), Signal("on_step_begin", 1, times=3))[0] == 143
-    assert steps_of(tmp_path) == (2, 2)
-
-
 def test_while_a_resumed_run_repeats_its_steps(tmp_path: Path) -> None:
     settings = settings_of("dpzero")
     stopped(tmp_path / "run", settings, Signal("on_step_begin", 3))
     (tmp_path / "run" / "checkpoint-4").rename(tmp_path / "away")
     assert stopped(tmp_path / "run", settings, Signal("on_step_end", 2), resume=True)[0] == 143
     assert steps_of(tmp_path / "run") == (4, 2)
-    straight = finish(tmp_path / "straight", settings, resume=False)
-    assert same(finish(tmp_path / "run", settings), straight)
-
-
-def test_a_checkpoint_of_weights_alone_is_not_enough(tmp_path: Path) -> None:
-    settings = settings_of("dp-adamw", save_strategy="steps", save_steps=2, save_only_model=True)
-    assert stopped(tmp_path / "run", settings, Signal("on_step_end", 2))[0] == 143
     straight = finish(tmp_path / "straight", settings, resume=False)
     assert same(finish(tmp_path / "run", settings), straight)
 
@@ -339,35 +331,6 @@ def test_runs_that_cannot_go_on_say_so(tmp_path: Path) -> None:
     status, said, _ = stopped(tmp_path, settings, Signal("on_step_begin", 2))
     assert status == 143 and "cannot go on" in said and "exactly" not in said
     assert steps_of(tmp_path) == (3, 3)
-
-
-SCRIPT = """
-import os, signal, sys
-sys.path[:0] = {paths!r}
-from tiny_runs import build
-from test_sigterm import Signal, settings_of
-from hf_dpzero.training import trainer
-
-given = {{"callbacks": [Signal("on_step_begin", 2)]}}
-made = build({folder!r}, trainer_settings=given, **settings_of("dp-adamw"))
-try:
-    made.train()
-finally:
-    print("finally")
-print("not reached")
-"""
-
-
-def test_a_plain_script_exits_with_the_status(tmp_path: Path) -> None:
-    here = Path(__file__).resolve().parent
-    script = SCRIPT.format(paths=[str(here), str(here.parent)], folder=str(tmp_path / "run"))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 143, done.stderr[-2000:]
-    assert "finally" in done.stdout and "not reached" not in done.stdout
-    assert "Traceback" not in done.stderr and done.stderr.count("SIGTERM") == 1
-    assert steps_of(tmp_path / "run") == (3, 3)
 
 
 def test_the_command_exits_with_the_status(tmp_path: Path, monkeypatch: Any) -> None:
