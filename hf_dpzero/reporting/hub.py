@@ -135,6 +135,7 @@ def build_hub_folder(
     check_weights(report, source)
     _check_target(source, target)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target: on one file system the last step is a single rename.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".hub-") as temporary:
         staged = Path(temporary) / FOLDER_NAME
         staged.mkdir()
@@ -184,7 +185,7 @@ def push(
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import validate_repo_id
 
-    validate_repo_id(repo_id)
+    validate_repo_id(repo_id)  # before minutes go into digests of weights
     if not dry_run and constants.HF_HUB_OFFLINE:
         raise ConnectionError(
             "HF_HUB_OFFLINE is set, so nothing can be pushed: unset it, or make the "

@@ -33,7 +33,6 @@ from hf_dpzero.reporting.wording import (
     delta_words,
     federated_caveats,
     needs_secret_batches,
-    not_private_statement,
     number,
     part_words,
     relation_words,
@@ -215,6 +214,7 @@ class PrivacyReport:
                 f"steps={steps} is outside 0..{plan.steps}, the steps of the plan; report the plan "
                 "that ran."
             )
+        # Reasons that no number holds (a sampler key set by hand) stand in the header alone.
         logged = bool(header["log_private_diagnostics"])
         facts = plan_facts(plan, delta, steps)
         why_not = why_not_private(
@@ -235,7 +235,8 @@ class PrivacyReport:
             log_private_diagnostics=logged,
             parts=parts_of(plan, delta, steps, header.get("extends", ())),
             weights_digest=None,
-            statement="" if why_not is None else not_private_statement(why_not),
+            # A private run's is written by `in_words`, from its numbers.
+            statement=f"NOT PRIVATE: {why_not}; no differential privacy is claimed for this run.",
             caveats=[],
             versions=versions(),
         )

@@ -184,9 +184,6 @@ def earlier_runs(origins: Iterable[Origin], covered: Collection[str] = ()) -> li
     return runs
 
 
-_ENTRY = ("folder", "base_weights", "tuning", "weights_digest", "trajectory_digest")
-
-
 def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
     """The report and the ledger of a run that is to be extended, compared with each other.
 
@@ -242,14 +239,14 @@ def header_entries(folder: str | None) -> list[dict[str, Any]]:
     if folder is None:
         return []
     report, ledger = read_extended(folder)
-    values = (
-        Path(folder).absolute().name,
-        report.base_weights,
-        report.tuning,
-        report.weights_digest,
-        ledger.digest(),
-    )
-    return [*ledger.header.get("extends", []), dict(zip(_ENTRY, values, strict=True))]
+    entry = {
+        "folder": Path(folder).absolute().name,
+        "base_weights": report.base_weights,
+        "tuning": report.tuning,
+        "weights_digest": report.weights_digest,
+        "trajectory_digest": ledger.digest(),
+    }
+    return [*ledger.header.get("extends", []), entry]
 
 
 def check_extended(

@@ -16,8 +16,10 @@ from hf_dpzero.values import parse_yaml
 
 RECIPE_FILE = "recipe.yaml"
 
+# Memory is left out: its peaks tell the sizes of private batches.
 _PUBLIC_RESULT = re.compile(r"(eval|test|predict|zero_shot)_(?!(\w*_)?mem_)\w+|epoch|train_samples")
 _TIMES = ("runtime", "_per_second", "_per_step", "_time")
+# The key of the directions is public: a replay needs it.
 _SECRET_SETTING = re.compile(
     r"(?!direction_key$)(.*_)?(token|key|secret|password|credentials?)", re.IGNORECASE
 )

@@ -90,6 +90,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
 
 def _same(stated: Any, expected: Any) -> bool:
     if isinstance(expected, float) and isinstance(stated, int | float):
+        # Another machine's exp and erfc differ in last bits, which a root search for epsilon amplifies.
         return math.isclose(stated, expected, rel_tol=1e-6)
     if isinstance(expected, list) and isinstance(stated, list):
         return len(stated) == len(expected) and all(map(_same, stated, expected))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import decimal
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.privacy.schedules import Given, GivenFactors
@@ -74,6 +74,7 @@ def delta_words(delta: float) -> str:
     ('1e-05', '1.48481e-06', '0')
     """
     context = decimal.Context(prec=6, rounding=decimal.ROUND_CEILING)
+    # By repr: in binary 1e-5 is a trifle more than that, and would be rounded up to 1.00001e-05.
     return number(float(context.create_decimal(repr(delta))))
 
 
@@ -126,11 +127,6 @@ def why_not_private(
     return None
 
 
-def not_private_statement(why_not: str) -> str:
-    """The statement of a run that claims nothing."""
-    return f"NOT PRIVATE: {why_not}; no differential privacy is claimed for this run."
-
-
 def needs_secret_batches(plan: PrivacyPlan) -> bool:
     """Whether the guarantee rests on a secret sampler key: for sampled batches, or drawn groups."""
     averaged = getattr(plan.mechanism, "clipping", "fixed") == "averaged"
@@ -150,7 +146,7 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Tuning = "non
       The statement of a private run.
     """
     sampling = SAMPLERS.get(facts["sampling"], facts["sampling"])
-    released, trials, afterword = _tuning_phrases(tuning)
+    _, _, released, trials, afterword = _search(tuning)
     earlier = facts["parts"][:-1]
     if earlier:
         runs = f"this run and of {len(earlier)} before it"
@@ -176,31 +172,6 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Tuning = "non
         f"multiplier {number(facts['noise_multiplier'])}{schedules}{groups}, "
         f"accountant {facts['accountant']}.{afterword}"
     )
-
-
-def _tuning_phrases(tuning: Tuning) -> tuple[str, str, str]:
-    """What the epsilon is of, of how many runs, and a sentence on the search."""
-    entry = tuning[_kind(tuning)] if isinstance(tuning, dict) else {}
-    if _kind(tuning) == "repeat_and_select":
-        return (
-            "The choice of settings, the weights and the trajectory of this run are together",
-            f"the best of a secret random number of trials (geometric, mean "
-            f"{number(entry['mean_trials'])}), each ",
-            " Hyper-parameter tuning is included (one run alone: epsilon "
-            f"{round_up(entry['epsilon_one_run'])}).",
-        )
-    if _kind(tuning) == "composition":
-        return (
-            f"The weights and the trajectories of all {entry['runs']} runs of the sweep are together",
-            f"{entry['runs']} runs, this one ",
-            " Hyper-parameter tuning is included.",
-        )
-    unaccounted = (
-        " Hyper-parameter tuning on the same data is NOT ACCOUNTED: this epsilon holds for one run "
-        "whose settings were fixed beforehand, not for the best of several."
-    )
-    one_run = "The weights and the trajectory of this run are"
-    return one_run, "", unaccounted if tuning == "not_accounted" else ""
 
 
 def part_words(part: Mapping[str, Any]) -> str:
@@ -233,25 +204,67 @@ def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
+class _Search(NamedTuple):
+    """Words for one way of choosing settings; {} are filled from the report's `tuning` entry."""
+
+    row: str  # of a table
+    caveat: str
+    released: str = "The weights and the trajectory of this run are"
+    trials: str = ""  # how many runs the epsilon is of
+    afterword: str = ""
+
+
+_SEARCHES = {
+    "none": _Search(
+        "not accounted; this run alone",
+        "Hyper-parameter search is not accounted: epsilon covers this one run. Settings picked by "
+        "looking at other runs on the same data spend budget of their own.",
+    ),
+    "public": _Search(
+        "on data that the user declared public",
+        "Hyper-parameters were chosen by a sweep on data that the user declared public, which spends "
+        "nothing. The declaration is the user's; nothing here can check it.",
+    ),
+    "not_accounted": _Search(
+        "NOT ACCOUNTED; epsilon is for one run alone",
+        "Hyper-parameter search on the same data was done and is NOT ACCOUNTED: epsilon covers this one "
+        "run, and choosing it among others spent budget that no number here states.",
+        afterword=" Hyper-parameter tuning on the same data is NOT ACCOUNTED: this epsilon holds for "
+        "one run whose settings were fixed beforehand, not for the best of several.",
+    ),
+    "repeat_and_select": _Search(
+        "included: private selection of the best of a random number of trials (geometric, mean "
+        "{mean_trials:.6g})",
+        "Hyper-parameter search is accounted by private selection, which needs the number of trials and "
+        "all the losing trials to stay secret, the time that the sweep took included. The grid itself "
+        "is assumed to be chosen without looking at the private data.",
+        "The choice of settings, the weights and the trajectory of this run are together",
+        "the best of a secret random number of trials (geometric, mean {mean_trials:.6g}), each ",
+        " Hyper-parameter tuning is included (one run alone: epsilon {one_run}).",
+    ),
+    "composition": _Search(
+        "included: all {runs} runs of the sweep composed",
+        "Hyper-parameter search is accounted for the runs of one sweep. The grid itself is assumed to "
+        "be chosen without looking at the private data.",
+        "The weights and the trajectories of all {runs} runs of the sweep are together",
+        "{runs} runs, this one ",
+        " Hyper-parameter tuning is included.",
+    ),
+}
+
+
+def _search(tuning: Tuning) -> _Search:
+    """The words for a report's `tuning`."""
+    if isinstance(tuning, str):
+        return _SEARCHES[tuning]
+    ((kind, entry),) = tuning.items()
+    known = {**entry, "one_run": round_up(entry.get("epsilon_one_run", 0.0))}
+    return _Search(*(text.format(**known) for text in _SEARCHES[kind]))
+
+
 def tuning_words(tuning: Tuning) -> str:
     """Says in a few words how settings were chosen (the report's `tuning`), for a table."""
-    if isinstance(tuning, str):
-        return {
-            "none": "not accounted; this run alone",
-            "public": "on data that the user declared public",
-            "not_accounted": "NOT ACCOUNTED; epsilon is for one run alone",
-        }[tuning]
-    if "composition" in tuning:
-        return f"included: all {tuning['composition']['runs']} runs of the sweep composed"
-    entry = tuning["repeat_and_select"]
-    return (
-        f"included: private selection of the best of a random number of trials "
-        f"(geometric, mean {number(entry['mean_trials'])})"
-    )
-
-
-def _kind(tuning: Tuning) -> str:
-    return next(iter(tuning)) if isinstance(tuning, dict) else str(tuning)
+    return _search(tuning).row
 
 
 def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none") -> list[str]:
@@ -276,7 +289,7 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
     rest += [words for start in dict.fromkeys(starts) if (words := BASE_WEIGHTS[start])]
     rest += [_CHAIN_CAVEAT] if earlier else []
     blocks = [_BLOCKS_CAVEAT] if facts["privacy_unit"] == BLOCK else []
-    usual = [first, _TUNING_CAVEATS[_kind(tuning)], *blocks, *rest, *of_base[leaky:]]
+    usual = [first, _search(tuning).caveat, *blocks, *rest, *of_base[leaky:]]
     own = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
     if facts["private"] and facts["steps"] < facts["planned_steps"]:
         planned = round_up(plan.epsilon(facts["delta"]))
@@ -304,20 +317,6 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
         )
     return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own]
 
-
-_TUNING_CAVEATS = {
-    "none": "Hyper-parameter search is not accounted: epsilon covers this one run. Settings picked "
-    "by looking at other runs on the same data spend budget of their own.",
-    "not_accounted": "Hyper-parameter search on the same data was done and is NOT ACCOUNTED: epsilon "
-    "covers this one run, and choosing it among others spent budget that no number here states.",
-    "public": "Hyper-parameters were chosen by a sweep on data that the user declared public, which "
-    "spends nothing. The declaration is the user's; nothing here can check it.",
-    "repeat_and_select": "Hyper-parameter search is accounted by private selection, which needs the "
-    "number of trials and all the losing trials to stay secret, the time that the sweep took "
-    "included. The grid itself is assumed to be chosen without looking at the private data.",
-    "composition": "Hyper-parameter search is accounted for the runs of one sweep. The grid itself "
-    "is assumed to be chosen without looking at the private data.",
-}
 
 _CHAIN_CAVEAT = (
     "The epsilon is of this run and of those that it extends together, taken to be on the same rows. "

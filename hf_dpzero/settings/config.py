@@ -57,8 +57,9 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         if self.method in SGD:
             self.optim = "sgd"
         if not self.first_order:
-            self.max_grad_norm = 0.0
+            self.max_grad_norm = 0.0  # Trainer would take the norm of gradients that nobody made
         super().__post_init__()
+        # Only now: TrainingArguments reads lr_scheduler_kwargs from JSON.
         hf_arguments.check_scheduler_settings(self)
         if warning and self.process_index == 0:
             logger.warning_once(warning)
@@ -145,7 +146,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
                 "does not hold for noise that is correlated over steps. Use sampling='fixed_batches' "
                 "(each example once an epoch, no amplification claimed)."
             )
-        try:
+        try:  # the groups know best what they need, and are made without any row
             groups_of(self)
         except ValueError as error:
             yield str(error)
@@ -230,7 +231,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         if delta is None:
             delta = 0.0 if self.noise_distribution == "laplace" else 0.1 / num_examples
         if not self.not_private and delta > 1 / num_examples:
-            logger.warning_once(
+            logger.warning_once(  # once: plan, checks and report each ask for delta
                 "target_delta=%s is above 1/n = %.3g: a mechanism that publishes one example "
                 "outright could satisfy it. Choose delta well below 1/n.",
                 delta,

@@ -271,6 +271,7 @@ def check_scheduler_settings(config: DPZeroConfig) -> None:
     given, kind = config.lr_scheduler_kwargs or {}, SchedulerType(config.lr_scheduler_type)
     if not isinstance(given, Mapping):
         raise ValueError(f"lr_scheduler_kwargs={given!r} must be a mapping, {{name: value}}.")
+    # A schedule without a function of its own is Trainer's affair, as is one that takes anything.
     schedule: Any = TYPE_TO_SCHEDULER_FUNCTION.get(kind)
     if schedule is None or not given:
         return
@@ -335,6 +336,7 @@ def _changed(config: DPZeroConfig) -> Iterator[tuple[str, Any]]:
     """Fields of Hugging Face's that were set to something else than their default."""
     for name in NAMES:
         value, default = getattr(config, name, _DEFAULTS[name]), _DEFAULTS[name]
+        # None, "", [] and False all leave a field off, and versions differ in which they have.
         same = value == default or (not value and not default)
         if not same and not _set_by_itself(name, value, config):
             yield name, value
@@ -342,6 +344,8 @@ def _changed(config: DPZeroConfig) -> Iterator[tuple[str, Any]]:
 
 def _set_by_itself(name: str, value: Any, config: DPZeroConfig) -> bool:
     """Whether a configuration that is made again from an existing one has this value anyhow."""
+    # TrainingArguments itself unpins memory under use_cpu, makes an AcceleratorConfig of None, and
+    # takes False for "no".
     return (
         (name == "optim" and value == "sgd" and config.method in SGD)
         or (name == "dataloader_pin_memory" and config.use_cpu)
@@ -362,6 +366,7 @@ def _own_unused(config: DPZeroConfig) -> Iterator[tuple[str, Any, str]]:
                 if operator.attrgetter(setting)(config) not in values:
                     yield prefix + field.name, value, f"it is for {setting}={_one_of(values)}"
     for names, setting, values in _STRATEGIES:
+        # text as it was given, or the enumeration that TrainingArguments makes of it
         chosen = getattr(config, setting)
         if getattr(chosen, "value", chosen) not in values:
             for name in names.split():

@@ -136,6 +136,7 @@ def check_steps(plan: PrivacyPlan) -> None:
     if plan.clip_schedule is not None:
         sizes.append(("clip", plan.clip_schedule, plan.clip_schedule.factors(plan.steps)))
     for name, schedule, values in sizes:
+        # The extremes decide: ranges are intervals, and a billion mechanisms are too many to make.
         for step in (int(values.argmin()), int(values.argmax())):
             try:
                 plan.mechanism_at(step)
@@ -165,7 +166,7 @@ def _values(name: str, text: Any) -> dict[str, Any] | None:
     if isinstance(text, list | tuple):
         return {"name": "given", "levels": tuple(text)}
     text = str(text).strip()
-    if text.endswith(_SUFFIXES):
+    if text.endswith(_SUFFIXES):  # by its name: a file that is missing is no formula
         try:
             lines = Path(text).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

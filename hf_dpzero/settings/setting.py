@@ -143,6 +143,7 @@ def out_of_range(
     """
     for name, allowed in ranges.items():
         value = getattr(part, name)
+        # A dataclass keeps the default of a field as an attribute of the class.
         if value is None and getattr(type(part), name, ...) is None:
             continue
         if isinstance(allowed, tuple):
