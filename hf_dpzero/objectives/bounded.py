@@ -15,14 +15,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.losses import IGNORE_INDEX, Inputs, PerExampleLoss, labels_of
-from hf_dpzero.objectives.prompted import Answers, Candidates, LabelWords, PromptObjective, required
+from hf_dpzero.objectives.prompted import Answers, ClassScores, PromptObjective, required
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,12 @@ class BoundedObjective(PromptObjective):
 
     Args:
       objective: whose predictions are scored.
-
-    Raises:
-      TypeError: an objective of another kind.
     """
 
-    objective: Any
+    objective: PromptObjective
 
-    kinds: ClassVar[tuple[type, ...]]
     differentiable: ClassVar[bool] = False
     single_pass: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.objective, self.kinds):
-            raise TypeError(
-                f"{type(self).__name__} counts the answers of "
-                f"{' or '.join(kind.__name__ for kind in self.kinds)}, not of "
-                f"{type(self.objective).__name__}."
-            )
 
     @property
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -101,7 +89,7 @@ class ZeroOne(BoundedObjective):
     not finite are wrong.
     """
 
-    kinds: ClassVar[tuple[type, ...]] = (LabelWords, Candidates)
+    objective: ClassScores
 
     def _loss_alone(self, model: nn.Module, example: Inputs) -> Tensor:
         scores = self.objective.predict(model, example)
@@ -123,9 +111,8 @@ class AnswerF1(BoundedObjective):
       ValueError: a score outside of [0, 1].
     """
 
+    objective: Answers
     score: Callable[[list[int], int], float]
-
-    kinds: ClassVar[tuple[type, ...]] = (Answers,)
 
     def _loss_alone(self, model: nn.Module, example: Inputs) -> Tensor:
         (reference,) = required(example, "references", self).tolist()

