@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from finished_runs import report_of, write_run
 
 from hf_dpzero.cli import main
 from hf_dpzero.experiments.results import Exit, Row
@@ -27,7 +28,6 @@ from hf_dpzero.experiments.sweep import (
 )
 from hf_dpzero.experiments.sweep_outputs import _best_row
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
-from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.privacy.selection import (
@@ -41,7 +41,6 @@ from hf_dpzero.privacy.selection import (
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.privacy_report import PrivacyReport
-from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import round_up
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,21 +106,11 @@ def test_the_best_row():
     assert _best_row([rows[4]], "eval_loss") is None
 
 
-def make_report(plan: PrivacyPlan, steps: int | None = None) -> PrivacyReport:
-    header = {
-        "plan": plan.to_dict(), "noise_source": SecureNoise().name, "direction": "rademacher",
-        "log_private_diagnostics": False, "sampler_key_is_secret": True,
-    }  # fmt: skip
-    return PrivacyReport.from_header(
-        header, steps=plan.steps if steps is None else steps, delta=DELTA
-    )
-
-
 def test_a_selected_run_reports_the_total(tmp_path):
     plan, trials = make_plan(accountant="rdp"), TrialCount(mean=5.0)
     entry = selection_entry(plan, trials, ["clip"], DELTA)
     again = json.loads(json.dumps(entry, allow_nan=False))
-    report = make_report(plan).with_tuning(again, plan)
+    report = report_of(plan).with_tuning(again, plan)
     total = selection_epsilon(plan, trials, DELTA)
     assert report.epsilon == total > plan.epsilon(DELTA)
     assert report.statement.startswith("The choice of settings, the weights and the trajectory")
@@ -135,7 +124,7 @@ def test_a_selected_run_reports_the_total(tmp_path):
 
 def test_other_tunings_change_words_alone():
     plan = make_plan()
-    plain = make_report(plan)
+    plain = report_of(plan)
     loud, public = (plain.with_tuning(tuning, plan) for tuning in ("not_accounted", "public"))
     assert loud.epsilon == plain.epsilon
     assert "NOT ACCOUNTED: this epsilon holds for one run" in loud.statement
@@ -144,7 +133,7 @@ def test_other_tunings_change_words_alone():
     assert any("The declaration is the user's" in caveat for caveat in public.caveats)
     assert public.with_tuning("none", plan) == plain
     mezo = dataclasses.replace(plan, mechanism=NonPrivateMean(expected_batch_size=64.0))
-    report = make_report(mezo).with_tuning("not_accounted", mezo)
+    report = report_of(mezo).with_tuning("not_accounted", mezo)
     assert not report.private and report.statement.startswith("NOT PRIVATE")
 
 
@@ -152,10 +141,10 @@ def test_tuning_is_for_whole_runs_and_known_entries():
     plan = make_plan(accountant="rdp")
     entry = selection_entry(plan, TrialCount(mean=5.0), ["clip"], DELTA)
     with pytest.raises(ValueError, match="tuning is accounted for whole runs"):
-        make_report(plan, steps=3).with_tuning(entry, plan)
+        report_of(plan, steps=3).with_tuning(entry, plan)
     for wrong in ("free", {"composition": {}}, {}, {"repeat_and_select": {"mean_trials": 2}}):
         with pytest.raises(ValueError, match="in a privacy report; it is one of"):
-            make_report(plan).with_tuning(wrong, plan)
+            report_of(plan).with_tuning(wrong, plan)
 
 
 def test_a_composition_lists_the_run_itself():
@@ -170,50 +159,32 @@ def test_a_composition_lists_the_run_itself():
         total_epsilon(plans[0], entry, DELTA)
 
 
-def write_run(folder: Path, plan: PrivacyPlan, report: PrivacyReport) -> Path:
-    """What the Hub's checks look at: weights, configuration, trajectory, report."""
-    import torch
-    from safetensors.torch import save_file
-
-    from hf_dpzero.ledger.trajectory import Release, Trajectory
-
-    folder.mkdir()
-    save_file({"w": torch.zeros(3)}, folder / "model.safetensors")
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    header = {
-        "base_model_digest": "ab" * 32, "direction_key": "0" * 32, "direction": "rademacher",
-        "num_directions": 1, "num_values": 1, "noise_source": SecureNoise().name,
-        "log_private_diagnostics": False, "sampler_key_is_secret": True, "smoothing": 1e-3,
-        "weight_decay": 0.0, "trainable": ["w"], "decayed": [], "replayable": True,
-        "plan": plan.to_dict(), "tuning": "not_accounted",
-    }  # fmt: skip
-    releases = [Release(step, (0.5,), 1e-6) for step in range(report.steps)]
-    Trajectory(header, releases).to_safetensors(folder / "trajectory.safetensors")
-    bound_to(report, folder).save(folder)
-    return folder
-
-
 @pytest.fixture
 def selected() -> tuple[PrivacyPlan, PrivacyReport]:
     plan = make_plan(steps=3, accountant="rdp")
     entry = selection_entry(plan, TrialCount(mean=5.0), ["clip"], DELTA)
-    return plan, make_report(plan).with_tuning(entry, plan)
+    return plan, report_of(plan).with_tuning(entry, plan)
 
 
 def test_the_hub_ships_a_selected_run_with_its_total_or_more_and_not_with_less(selected, tmp_path):
     plan, report = selected
-    folder = build_hub_folder(write_run(tmp_path / "run", plan, report), tmp_path / "hub")
+    folder = build_hub_folder(
+        write_run(tmp_path / "run", plan, report, tuning="not_accounted"), tmp_path / "hub"
+    )
     card = (folder / "README.md").read_text()
     assert report.statement in card
     assert f"| epsilon (spent) | {round_up(report.epsilon)} |" in card
     assert "private selection of the best of a random number of trials" in card
     strict = dataclasses.replace(report, epsilon=1.01 * report.epsilon)
-    build_hub_folder(write_run(tmp_path / "strict", plan, strict), tmp_path / "strict-hub")
-    plain = make_report(plan)  # without an entry, a larger epsilon is another run's
+    build_hub_folder(
+        write_run(tmp_path / "strict", plan, strict, tuning="not_accounted"),
+        tmp_path / "strict-hub",
+    )
+    plain = report_of(plan)  # without an entry, a larger epsilon is another run's
     wrong = [(report, 0.999 * report.epsilon), (report, plan.epsilon(DELTA)), (plain, 9.0)]
     for number, (source, epsilon) in enumerate(wrong):
         lax = dataclasses.replace(source, epsilon=epsilon)
-        folder = write_run(tmp_path / f"lax{number}", plan, lax)
+        folder = write_run(tmp_path / f"lax{number}", plan, lax, tuning="not_accounted")
         with pytest.raises(ValueError, match="are not of the same run .*epsilon"):
             build_hub_folder(folder, tmp_path / f"hub{number}")
 

@@ -12,22 +12,18 @@ from unittest.mock import MagicMock
 
 import huggingface_hub
 import pytest
-import torch
 import yaml
+from finished_runs import report_of, trajectory_of, write_run
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from safetensors.torch import save_file
 from tiny_runs import build
 
-from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
-from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.reporting.hub import build_hub_folder, push, write_model_card
 from hf_dpzero.reporting.model_card import model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.public import public_recipe, public_results
-from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import digest_weights
 from hf_dpzero.run_folder import keys
 from hf_dpzero.values import parse_yaml
@@ -54,42 +50,11 @@ def make_plan(private: bool = True) -> PrivacyPlan:
     return PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=STEPS)
 
 
-def make_trajectory(plan: PrivacyPlan, steps: int = STEPS) -> Trajectory:
-    header = {
-        "base_model_digest": "ab" * 32,
-        "direction_key": "0" * 32,
-        "direction": "rademacher",
-        "num_directions": 1,
-        "num_values": 1,
-        "smoothing": 1e-3,
-        "weight_decay": 0.0,
-        "trainable": ["w"],
-        "decayed": [],
-        "replayable": True,
-        "plan": plan.to_dict(),
-        "target_epsilon": 2.0,
-        "target_delta": 1e-5,
-        "noise_source": SecureNoise().name,
-        "sampler_key_is_secret": True,
-        "log_private_diagnostics": False,
-    }
-    return Trajectory(header, [Release(step, (0.5,), 1e-6) for step in range(steps)])
-
-
-def make_report(plan: PrivacyPlan, steps: int = STEPS) -> PrivacyReport:
-    return PrivacyReport.from_header(make_trajectory(plan).header, steps=steps, delta=1e-5)
-
-
-def write_run(folder: Path, private: bool = True) -> Path:
+def leave_run(folder: Path, private: bool = True) -> Path:
     """A finished run with everything a trainer leaves, secrets included."""
     plan = make_plan(private)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({"w": torch.zeros(3)}, folder / "model.safetensors")
-    config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert"}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_run(folder, plan, report_of(plan))
     (folder / "tokenizer.json").write_text("{}")
-    bound_to(make_report(plan), folder).save(folder)
-    make_trajectory(plan).to_safetensors(folder / "trajectory.safetensors")
     results = {
         "zero_shot_accuracy": 0.718,
         "eval_accuracy": 0.801,
@@ -138,7 +103,7 @@ def _write_secrets(folder: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "out")
+    return leave_run(tmp_path / "out")
 
 
 def names(folder: Path) -> set[str]:
@@ -336,7 +301,7 @@ def sharded(shard: str) -> Callable[[Path], None]:
 
 
 def reported(**change: Any) -> Callable[[Path], None]:
-    other = dataclasses.replace(make_report(make_plan()), **change)
+    other = dataclasses.replace(report_of(make_plan()), **change)
     return lambda run: other.save(run) and None
 
 
@@ -388,7 +353,7 @@ def test_what_is_not_a_whole_run_is_refused_before_the_network(
 
 
 def test_not_private_needs_consent_and_the_card_says_so(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "out", private=False)
+    run = leave_run(tmp_path / "out", private=False)
     with pytest.raises(ValueError, match=r"NOT PRIVATE.*--allow_not_private"):
         build_hub_folder(run, tmp_path / "shipped")
     folder = build_hub_folder(run, tmp_path / "shipped", allow_not_private=True)
@@ -409,11 +374,11 @@ def full_card(**settings: Any) -> huggingface_hub.ModelCard:
         "dataset": "stanfordnlp/sst2",
         "metrics": {"zero_shot_accuracy": 0.718, "eval_accuracy": 0.801, "eval_runtime": 2.0},
         "recipe": RECIPE,
-        "trajectory": make_trajectory(plan),
+        "trajectory": trajectory_of(plan, STEPS),
         "repo_id": "me/tiny-private",
         **settings,
     }
-    return model_card(make_report(plan), **given)
+    return model_card(report_of(plan), **given)
 
 
 def test_card_metadata() -> None:
@@ -430,7 +395,7 @@ def test_card_metadata() -> None:
 
 
 def test_card_text_states_privacy_results_use_and_limits() -> None:
-    report, text = make_report(make_plan()), full_card().text
+    report, text = report_of(make_plan()), full_card().text
     assert f"> {report.statement}" in text
     assert "| delta | 1e-05 |" in text
     assert "| neighbours | adding or removing one training example |" in text
@@ -473,7 +438,7 @@ def test_card_shows_no_local_path(tmp_path: Path) -> None:
 
 
 def test_card_without_replay_offers_none() -> None:
-    trajectory = make_trajectory(make_plan())
+    trajectory = trajectory_of(make_plan(), STEPS)
     trajectory.header["replayable"] = False
     assert "How to verify" not in full_card(trajectory=trajectory).text
     assert "How to verify" not in full_card(trajectory=None).text
@@ -483,7 +448,7 @@ def test_write_model_card_leaves_a_readme_in_the_run(run: Path) -> None:
     (run / "model.safetensors").unlink()  # `compare --discard_weights` removes them
     card = write_model_card(run)
     assert card == run / "README.md"
-    assert make_report(make_plan()).statement in card.read_text()
+    assert report_of(make_plan()).statement in card.read_text()
     (run / "trajectory.safetensors").rename(run / "elsewhere")
     with pytest.raises(FileNotFoundError, match="report cannot be checked"):
         write_model_card(run)

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from finished_runs import report_of
 from tiny_runs import build, tiny_model
 
 from hf_dpzero.privacy.mechanisms import DPSGD, NonPrivateMean, ScalarMechanism
-from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
 from hf_dpzero.reporting.hub import build_hub_folder
@@ -59,22 +60,8 @@ def mezo_plan() -> PrivacyPlan:
     return dataclasses.replace(poisson_plan(), mechanism=NonPrivateMean(expected_batch_size=64.0))
 
 
-def report(
-    plan: PrivacyPlan | None = None, steps: int | None = None, delta: float = 1e-5, **entries: Any
-) -> PrivacyReport:
-    """Of a ledger with these entries in its header."""
-    plan = plan or poisson_plan()
-    header = {
-        "plan": plan.to_dict(),
-        "target_epsilon": 2.0,
-        "noise_source": SecureNoise.name,
-        "direction": "rademacher",
-        "log_private_diagnostics": False,
-        "sampler_key_is_secret": True,
-        **entries,
-    }
-    steps = plan.steps if steps is None else steps
-    return PrivacyReport.from_header(header, steps=steps, delta=delta)
+def report(plan: PrivacyPlan | None = None, **settings: Any) -> PrivacyReport:
+    return report_of(plan or poisson_plan(), **settings)
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
