@@ -193,8 +193,8 @@ BUGS = (
         "The secret sampler key is the public direction key, so that everybody knows the batches.",
         "hf_dpzero/run_folder/keys.py",
         "tests/attacks/test_forks_and_rollbacks.py::test_two_copies_of_a_killed_run_draw_other_batches",
-        "return RunKeys(draw_sampler_key(given))",
-        "return RunKeys(draw_sampler_key(given or 2 * run.header['direction_key']))"),
+        "bytes.fromhex(given) if given else new_sampler_key()",
+        "bytes.fromhex(given or 2 * run.header['direction_key'])"),
     # ---- clipping
     Bug("vector_clipped_as_a_number",
         "DPGD-0th clips the finite difference and not the d-vector along the direction.",

@@ -160,6 +160,7 @@ def pass_sequence(mean: float, sizes: Sequence[int], cost: float, width: int) ->
     (16, 4, 4, 4, 4, 4, 4, 4, 16)
     """
     largest, spread = max(sizes), 10 * math.sqrt(mean)
+    # Ten deviations: what is left out has a chance below 1e-20.
     sure = max(0, math.floor((mean - spread) / largest))  # passes that are as good as always full
     first, top = sure * largest, math.ceil(mean + spread + 20)
     expected = mean + 4 * math.sqrt(mean) + 4
@@ -234,6 +235,7 @@ class Placement:
         if width not in self._sequences:
             fitting = (n for n in self.sizes if n * max(width, 1) <= (self.tokens or math.inf))
             sizes = list(fitting) or [1]  # other widths' places are no places of its rows
+            # Also for a width that is not expected: its rows may come, and need passes.
             mean = max(self.expected * self.shares.get(width, 0.0) / self.repeats, 0.1)
             sequence = pass_sequence(mean, sizes, self.cost, max(width, 1))
             self._sequences[width] = tuple(n for n in sequence for _ in range(self.repeats))
@@ -261,6 +263,7 @@ class Placement:
         """Says which of so many processes computes pass `number` of a width."""
         if processes == 1:
             return 0
+        # Passes beyond the table, and rare widths, go round: any public rule is sound.
         table = self._dealt(processes)[0].get(width, ())
         return table[number] if number < len(table) else (number + width) % processes
 

@@ -124,6 +124,7 @@ def is_along(name: str, value: Tensor, shape: torch.Size) -> bool:
 def _more(
     name: str, value: Tensor, side: str, columns: int, pad: int | None = None, along: int = 1
 ) -> Tensor:
+    # The row's own edge: a token that the vocabulary has, whatever the model; it is masked.
     edge = value.narrow(along, value.shape[along] - 1 if side == "right" else 0, 1)
     more = edge.expand(*value.shape[:along], columns, *value.shape[along + 1 :])
     fill = pad if name == "input_ids" else _FILL.get(name)
@@ -273,10 +274,13 @@ class PassShapes:
         """
         rows: list[Row] = []
         groups: dict[Signature, list[int]] = {}  # places of each shape, in the order given
-        if self.collate_stacked is not None or self.one_by_one:  # known before rows are collated
+        # All rows have one shape, so no process collates another's.
+        if self.collate_stacked is not None or self.one_by_one:
             groups[0, ()] = list(range(len(indices)))
         elif len(indices):
-            with drawing_from(entropy):
+            with drawing_from(
+                entropy
+            ):  # every process collates every row, and needs the same widths
                 collated = self.collate_each(list(indices))
             for place, alone in enumerate(collated):
                 row = self.in_bucket(alone)
@@ -310,6 +314,7 @@ class PassShapes:
         start = 0
         for slots, portion in plan:
             stop = start + len(portion)
+            # Slots beyond the portion repeat its last row, and are then made blank.
             chosen = torch.arange(start, start + slots).clamp_(max=stop - 1)
             rows = {name: value[chosen] for name, value in batch.items()}
             if len(portion) < slots:

@@ -147,6 +147,7 @@ def parameters_left_alone(model: nn.Module) -> Iterator[None]:
       ValueError: names the parameter.
     """
     before = dict(model.named_parameters())
+    # Sums and not copies: a model may fill most of the memory.
     sums = checksums(list(before.items()))
     try:
         yield
@@ -266,6 +267,7 @@ def check_kernels_are_fixed(device: str) -> None:
     """
     if device != "cuda":
         return
+    # Two kernels round differently, so a row's loss would follow from which rows were timed first.
     if torch.backends.cudnn.benchmark:
         raise ValueError(
             "torch.backends.cudnn.benchmark=True chooses convolutions by timing them on private "

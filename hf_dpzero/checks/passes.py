@@ -85,7 +85,7 @@ def shapes_of(run: Run) -> PassShapes | None:
         first = shapes.collate_each([0])[0]
     shapes = dataclasses.replace(shapes, row_signature=forms.kind_of(first))
     if run.args.physical_batch_size == 1:
-        return shapes
+        return shapes  # nothing stands beside a row, so sizes need not be known
     if not _widths_vary(shapes, first) and _form(run, shapes, first) is first:
         shapes = dataclasses.replace(shapes, row_sizes=forms.sizes_of(first))
     reason = couples_values(model)

@@ -108,9 +108,11 @@ def check_losses(run: Run) -> None:
     if not collectives.active() or run.shapes is None or run.sharded:
         return
     count, entropy = len(run.dataset), collectives.shared(secrets.randbits(100))
+    # Of the first process' choice, so that all evaluate the same rows.
     rows = random.Random(entropy).sample(range(count), min(count, LOOKED_AT))
     with drawing_from(entropy):
         parts = run.shapes.microbatches(rows)
+        # A collator with a generator of its own draws anew here, and then losses say nothing.
         again = run.shapes.microbatches(rows)
     digest = hashlib.sha256(_bytes(parts))
     with evaluation_mode(run.model):
@@ -160,7 +162,7 @@ def check_weights(run: Run, step: int | None = None) -> None:
     if step is not None and step % EVERY and run.compared:
         return
     run.compared = True
-    run.method.settle_()
+    run.method.settle_()  # a deferred update is not in the weights yet
     own = replicated(run, step)
     if len(set(collectives.gather_numbers(number_of(list(own.values()))))) == 1:
         return
@@ -182,7 +184,7 @@ def replicated(run: Run, step: int | None) -> dict[str, int]:
       step: to be taken; None at the end.
     """
     trained = (p for p in run.model.parameters() if p.requires_grad and not is_sharded(p))
-    recent = run.opened.releases[-EVERY:]  # those before them were compared
+    recent = run.opened.releases[-EVERY:]  # those before them were compared the last time
     released = [[r.step, r.learning_rate, *r.values] for r in recent]
     return {
         "trained weights": checksum(trained),

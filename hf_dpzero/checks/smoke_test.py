@@ -128,6 +128,7 @@ class SmokeTest:
     def _beside_others(self, row: Row, placed: Tensor, copied: list[Tensor]) -> str:
         """Evaluates the row in the last place, a blank and other rows being in front of it."""
         size = len(placed)
+        # Loud: what leaks from a neighbour by a share of 2^-24 still moves a bit.
         others = [blank_like(row, self.rows.side), *self._others(row, size - 2)]
         with looked_at(self.model, size) as seen, _loud(self.model, size):
             losses = self.losses(stacked([*others[: size - 1], row]))

@@ -67,14 +67,10 @@ def _quantised_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers of layers that hold packed weights; not vectors that are scratch, never saved."""
     for name, module in model.named_modules():
         own = {key: t for key, t in module._buffers.items() if t is not None}
-        if not any(
-            t is not None and is_packed(t) for t in (*module._parameters.values(), *own.values())
-        ):
-            continue
-        scratch = module._non_persistent_buffers_set
-        yield from (
-            (f"{name}.{key}", t) for key, t in own.items() if t.dim() > 1 or key not in scratch
-        )
+        if any(map(is_packed, (*module.parameters(recurse=False), *own.values()))):
+            for key, tensor in own.items():
+                if tensor.dim() > 1 or key not in module._non_persistent_buffers_set:
+                    yield f"{name}.{key}", tensor
 
 
 def is_packed(tensor: Tensor) -> bool:
@@ -93,12 +89,11 @@ def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     Tensors without plain storage (see `perturbation.trainable.has_plain_storage`) are left out. Those
     that are split over processes are gathered one by one, on all processes.
     """
-    every = list(named_tensors)
-    named = [(name, tensor) for name, tensor in every if has_plain_storage(tensor)]
-    split = {name: _checksum(tensor) for name, tensor in every if is_sharded(tensor)}
+    every = dict(named_tensors)
+    plain = {name: tensor for name, tensor in every.items() if has_plain_storage(tensor)}
+    split = {name: _checksum(tensor) for name, tensor in every.items() if is_sharded(tensor)}
     with ThreadPoolExecutor(_THREADS) as pool:  # hashlib works outside the interpreter's lock
-        sums = pool.map(_checksum, (tensor for _, tensor in named))
-        return split | {name: value for (name, _), value in zip(named, sums, strict=True)}
+        return split | dict(zip(plain, pool.map(_checksum, plain.values()), strict=True))
 
 
 def _checksum(tensor: Tensor) -> str:

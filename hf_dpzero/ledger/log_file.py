@@ -35,6 +35,7 @@ def _draft(path: Path, content: bytes, mode: int = 0o644) -> Iterator[Path]:
         yield draft
     finally:
         draft.unlink(missing_ok=True)
+    # The new name too must outlast a loss of power, not only the bytes.
     flush_folder(path.parent)
 
 
@@ -130,6 +131,7 @@ def locked(path: Path) -> IO[bytes]:
     except ImportError:  # no advisory locks on this platform
         return handle
     try:
+        # Of the open file: it goes with the process, also when that is killed.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         handle.close()

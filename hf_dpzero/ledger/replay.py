@@ -139,6 +139,7 @@ def update_terms(
     for age, weight in enumerate(rule.weights(step)):
         for query, value in enumerate(releases[step - age].values[:num_directions]):
             coefficient = rate * (weight * value)
+            # A zero of an older step moves nothing; the present one is a step even where it is zero.
             if coefficient or age == 0:
                 terms.append(Term(step - age, query, coefficient))
     return terms
@@ -171,12 +172,8 @@ def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterS
     Returns:
       The space, with the header's direction, smoothing and decayed tensors.
     """
-    return ParameterSpace.from_model(
-        model,
-        distribution=header["direction"],
-        smoothing=header["smoothing"],
-        decayed=header["decayed"],
-    )
+    settings = {"smoothing": header["smoothing"], "decayed": header["decayed"]}
+    return ParameterSpace.from_model(model, distribution=header["direction"], **settings)
 
 
 def directions_of(step: int, header: Mapping[str, Any]) -> list[Direction]:

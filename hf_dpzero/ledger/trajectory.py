@@ -85,6 +85,7 @@ class Trajectory:
         self, header: Mapping[str, Any], releases: Sequence[Release] = (), path: Path | None = None
     ) -> None:
         self.header = _Header({"format": FORMAT, "version": VERSION, **header})
+        # Directions are numbered by the version: another's releases would make other weights.
         if self.header["format"] != FORMAT or self.header["version"] != VERSION:
             raise LedgerError(
                 f"format {self.header['format']!r} version {self.header['version']} is not "
@@ -149,7 +150,7 @@ class Trajectory:
           LedgerError: corrupt records, another run holds the file, or `header` differs from the file's.
         """
         path = Path(path)
-        lock = locked(path)
+        lock = locked(path)  # before it is read: nobody appends in between
         raw = path.read_bytes()
         trajectory, size = cls._parse(raw, path, header)
         if size != len(raw):
@@ -309,13 +310,12 @@ class Trajectory:
         """Writes the shipping form (atomically)."""
         from safetensors.torch import save_file
 
-        count = len(self.releases)
         values = torch.tensor([r.values for r in self.releases], dtype=torch.float32)
-        rates = [r.learning_rate for r in self.releases]
+        rates = torch.tensor([r.learning_rate for r in self.releases], dtype=torch.float64)
         tensors = {
-            "values": values.reshape(count, self.num_values),
-            "steps": torch.arange(count, dtype=torch.int64),
-            "learning_rates": torch.tensor(rates, dtype=torch.float64),
+            "values": values.reshape(len(rates), self.num_values),
+            "steps": torch.arange(len(rates), dtype=torch.int64),
+            "learning_rates": rates,
         }
         header = json.dumps(self.header, sort_keys=True)
         metadata = {"header": header, "crc32": str(_checksum(header, tensors))}
@@ -339,10 +339,10 @@ class Trajectory:
             raise LedgerError(f"{path}: a safetensors file, but not a trajectory.")
         if metadata.get("crc32") != str(_checksum(metadata["header"], tensors)):
             raise LedgerError(f"{path}: its contents do not match its checksum; it is corrupt.")
-        rows = (tensors[name].tolist() for name in ("steps", "values", "learning_rates"))
-        releases = [
-            Release(step, tuple(values), rate) for step, values, rate in zip(*rows, strict=True)
-        ]
+        rows = zip(
+            *(tensors[n].tolist() for n in ("steps", "values", "learning_rates")), strict=True
+        )
+        releases = [Release(step, tuple(values), rate) for step, values, rate in rows]
         return cls(json.loads(metadata["header"]), releases)
 
 
@@ -366,11 +366,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens nested dictionaries into one, whose keys are joined by dots."""
     joined: dict[str, Any] = {}
     for name, value in values.items():
-        joined |= (
-            flat(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{name}": value}
-        )
+        key = f"{prefix}{name}"
+        joined |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return joined
 
 

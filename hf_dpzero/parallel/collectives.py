@@ -89,6 +89,7 @@ def control_group(seconds: float = 1800.0) -> dist.ProcessGroup | None:
     if not active():
         return None
     world = dist.group.WORLD
+    # A process may leave its default group and join another one, whose members are others.
     if _control[0] is not world:
         own, limit = "cpu:gloo" in str(dist.get_backend_config()), timedelta(seconds=seconds)
         _control = world, world if own else dist.new_group(backend="gloo", timeout=limit)
@@ -217,7 +218,7 @@ def numbers_of_main(make: Callable[[], Sequence[float]], count: int) -> tuple[fl
         return tuple(make())
     made = list(make()) if is_main() else [0.0] * count
     assert len(made) == count, f"{len(made)} values made, {count} expected"
-    values = torch.tensor(made, dtype=torch.float64)
+    values = torch.tensor(made, dtype=torch.float64)  # exact for the float32 values of a ledger
     if count:  # gloo refuses a tensor without elements
         broadcast_(values)
     return tuple(values.tolist())
@@ -295,7 +296,7 @@ def on_main(main: Callable[[], T], others: Callable[[], T]) -> T:
             result.append(main())
         except Exception as error:
             failure = error
-    failure = shared(failure)
+    failure = shared(failure)  # else the others would wait for ever
     if failure is not None:
         raise failure
     return result[0] if result else others()

@@ -44,13 +44,14 @@ _CONFIG = "configs/accelerate/fsdp2.yaml"
 _INSTEAD = "use plain data parallelism (MULTI_GPU, MULTI_CPU) or one process"
 
 
-def cut_(model: Any, accelerator: Accelerator, args: DPZeroConfig) -> None:
+def cut_(model: nn.Module, accelerator: Accelerator, args: DPZeroConfig) -> None:
     """Cuts a model over the processes, in place, as Accelerate's plugin says.
 
     Raises:
       ValueError: a model that cannot be cut.
     """
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
     check_splittable(model, args)
     plugin = accelerator.state.fsdp_plugin
@@ -60,13 +61,14 @@ def cut_(model: Any, accelerator: Accelerator, args: DPZeroConfig) -> None:
         fsdp2_prepare_model(accelerator, model)
     finally:
         plugin.transformer_cls_names_to_wrap = named
-    vars(model)[_MARK] = True
+    vars(model)[_MARK] = True  # a later run of this process takes it as it is
+    assert isinstance(model, FSDPModule)
     model.set_reshard_after_forward(True)
-    if hasattr(model, "generate"):
-        torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
+    if hasattr(model, "generate"):  # it calls layers that are gathered by `forward` alone
+        register_fsdp_forward_method(model, "generate")
 
 
-def uses_fsdp2(accelerator: Accelerator, model: Any, args: DPZeroConfig) -> bool:
+def uses_fsdp2(accelerator: Accelerator, model: nn.Module | None, args: DPZeroConfig) -> bool:
     """Whether Accelerate was told to cut the model by FSDP2; sets what a run needs of its plugin.
 
     Raises:
@@ -80,7 +82,7 @@ def uses_fsdp2(accelerator: Accelerator, model: Any, args: DPZeroConfig) -> bool
             "perturbation does not follow: use MULTI_GPU, MULTI_CPU or one process, or fsdp_version: 2 "
             f"({_CONFIG}) for a model that does not fit on one device."
         )
-    if isinstance(model, nn.Module) and is_split(model) and _MARK not in vars(model):
+    if model is not None and is_split(model) and _MARK not in vars(model):
         raise ValueError(
             "the model's parameters are parts of DTensors already (fully_shard, or a model loaded in "
             "parts): pass the whole model, and have it cut by `accelerate launch --config_file "
@@ -145,7 +147,7 @@ def is_split(model: nn.Module) -> bool:
     return any(is_sharded(parameter) for parameter in model.parameters())
 
 
-def layer_classes(model: Any) -> list[str]:
+def layer_classes(model: nn.Module) -> list[str]:
     """Classes of the blocks that are gathered one at a time, where nobody has named them.
 
     Those that the model's class names (`_no_split_modules`), without any around an embedding, which
@@ -204,10 +206,12 @@ def prepared(accelerator: Accelerator) -> Iterator[None]:
         del accelerator.prepare
 
 
-def give_back(model: Any) -> None:
+def give_back(model: nn.Module) -> None:
     """Frees what forward passes have gathered: nothing may read weights of before an update."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
-        if hasattr(module, "reshard"):
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 
@@ -280,7 +284,7 @@ def on_first_of(model: nn.Module, work: Callable[[], T]) -> T:
     return result
 
 
-def gathered_state(model: Any, keep: bool = True) -> dict[str, Tensor]:
+def gathered_state(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     """`model.state_dict()` with whole tensors on the CPU, of an adapter what is saved with it.
 
     Called on all processes; a tied weight is one tensor under its names.
@@ -300,12 +304,12 @@ def gathered_state(model: Any, keep: bool = True) -> dict[str, Tensor]:
         if first in gathered:
             gathered[name] = gathered[first]
             continue
-        full = whole(tensor)
+        full = whole(tensor)  # on all processes, one tensor at a time
         gathered[first] = gathered[name] = full.detach().cpu() if keep else full.new_empty(0)
     return {name: gathered[name] for name in state if name in gathered} if keep else {}
 
 
-def _saved_with_adapter(model: Any, state: Mapping[str, Any]) -> set[str] | None:
+def _saved_with_adapter(model: nn.Module, state: Mapping[str, Tensor]) -> set[str] | None:
     """Names in `state` of what PEFT saves; None for a model without an adapter."""
     if not isinstance(getattr(model, "peft_config", None), Mapping):
         return None
@@ -313,12 +317,13 @@ def _saved_with_adapter(model: Any, state: Mapping[str, Any]) -> set[str] | None
 
     held = {id(tensor): name for name, tensor in state.items()}
     saved = get_peft_model_state_dict(model, state_dict=dict(state)).values()
+    # PEFT renames what it saves, so tensors are known by identity.
     known = {held[id(tensor)] for tensor in saved if id(tensor) in held}
     return known if len(known) == len(list(saved)) else None
 
 
 @torch.no_grad()
-def load_gathered_(model: Any, folder: str) -> None:
+def load_gathered_(model: nn.Module, folder: str) -> None:
     """Loads a checkpoint's weights, of which each process reads its own rows.
 
     Args:
@@ -342,5 +347,5 @@ def load_gathered_(model: Any, folder: str) -> None:
             if not kept.dim():
                 part.copy_(file.get_tensor(name))
             elif part.numel():
-                start = first * len(kept) // kept.numel()
+                start = first * len(kept) // kept.numel()  # FSDP2 cuts along rows
                 part.copy_(rows[start : start + len(part)])

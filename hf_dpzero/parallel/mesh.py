@@ -108,6 +108,7 @@ class ProcessMesh:
         """
         if self.directions == 1:
             return plus, minus
+        # A gather needs blocks of one shape: those of fewer directions are padded, and cut again.
         widths = [end - start for start, end in itertools.pairwise(self._bounds(total))]
         block = plus.new_zeros(2, len(plus), max(widths))
         block[:, :, : plus.shape[1]] = torch.stack([plus, minus])
@@ -161,7 +162,7 @@ def direction_shares(
     least = min(work.values())
     if not may or work[1] * WORTH <= least:
         return 1
-    return min(d for d in meshes if work[d] <= least * (1 + 1e-9))
+    return min(d for d in meshes if work[d] <= least * (1 + 1e-9))  # sums of floats: equal is close
 
 
 def place_on_mesh(
@@ -206,6 +207,7 @@ def choose_mesh(
     """
     world, asked = args.world_size, args.performance.direction_parallel_size
     splits, averaged = asked not in (None, 1), args.clipping == "averaged"
+    # A gradient has no directions to share, and one process nobody to share with.
     if not splits and (args.first_order or not active()):
         return ProcessMesh(args.process_index, world)
     asked_for = asked or 1

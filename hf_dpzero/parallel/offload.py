@@ -21,10 +21,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from accelerate.hooks import AlignDevicesHook, SequentialHook
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook
 from accelerate.utils import OffloadedWeightsLoader
 from accelerate.utils.modeling import named_module_tensors
 from accelerate.utils.offload import PrefixedDataset
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.get_logger(__name__)
+
+Kept: TypeAlias = Mapping[str, Tensor] | PrefixedDataset | OffloadedWeightsLoader
+"""Accelerate's maps of offloaded weights."""
 
 SHARD = "5GB"
 """Of a saved model whose weights live on disk; transformers' own limit may exceed the memory."""
@@ -109,12 +112,12 @@ def settle_offloaded(model: nn.Module) -> None:
         model.save_pretrained = functools.partial(save, max_shard_size=SHARD)  # type: ignore[method-assign]
 
 
-def accelerate_hooks(hook: Any) -> Iterator[Any]:
+def accelerate_hooks(hook: ModelHook | None) -> Iterator[ModelHook]:
     """A hook and the hooks inside it (`SequentialHook`)."""
     if hook is not None:
         yield hook
-        for inner in getattr(hook, "hooks", ()):
-            yield from accelerate_hooks(inner)
+    for inner in hook.hooks if isinstance(hook, SequentialHook) else ():
+        yield from accelerate_hooks(inner)
 
 
 def _replace_hook(module: nn.Module, hook: AlignDevicesHook) -> None:
@@ -156,9 +159,9 @@ class _Homes:
 
     def __init__(self, tied: Mapping[str, str]) -> None:
         self._tied = tied
-        self._known: dict[Any, Tensor] = {}
+        self._known: dict[object, Tensor] = {}
 
-    def of(self, name: str, tensor: Tensor, weights: Any, key: str) -> Tensor:
+    def of(self, name: str, tensor: Tensor, weights: Kept, key: str) -> Tensor:
         """The parameter or buffer that takes the place of `tensor`.
 
         Args:
@@ -169,7 +172,7 @@ class _Homes:
         """
         if tensor.device.type != "meta":
             return tensor
-        marks: list[Any] = [id(tensor), self._tied.get(name, name)]
+        marks: list[object] = [id(tensor), self._tied.get(name, name)]
         found = next((self._known[mark] for mark in marks if mark in self._known), None)
         if found is None:
             values, folder = _values(weights, key)
@@ -207,7 +210,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def _values(weights: Any, key: str) -> tuple[Tensor, str | None]:
+def _values(weights: Kept, key: str) -> tuple[Tensor, str | None]:
     """The values of an offloaded tensor on the CPU, and, if they are a mapped file, its folder."""
     while isinstance(weights, PrefixedDataset):
         weights, key = weights.dataset, weights.prefix + key

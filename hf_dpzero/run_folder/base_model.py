@@ -61,6 +61,7 @@ def mark_as_trained(model: nn.Module, started_from: str, ended_in: str) -> None:
       started_from: its `state_digest` before training.
       ended_in: its `state_digest` now.
     """
+    # On every part: a head or an encoder may go on alone, in another model.
     for module in model.modules():
         vars(module).setdefault(_MARK, started_from)
         vars(module)[_END] = ended_in
@@ -225,8 +226,14 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
         return None
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    differing, fresh, embeddings = [], [], _token_embeddings(model)
-    with _named_weights(model) as sources:
+    differing, fresh, embeddings = [], [], set[int]()
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            embeddings.add(id(getattr(base_model(model), part)().weight))
+    with contextlib.ExitStack() as stack:
+        folders = {folder for name in base_names(model) for folder in _folders_of(name)}
+        opened = [stack.enter_context(open_each(folder)) for folder in sorted(folders)]
+        sources = [tensors for files in opened for tensors in files]
         for name, parameter in {**named, **buffers}.items():
             tensors = [
                 tensor
@@ -238,16 +245,8 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
                 fresh += [name] if name in named else []
             if tensors and not any(_as_saved(parameter, tensor) for tensor in tensors):
                 differing.append(name)
+    # Where every parameter is fresh the names have nothing in common: nothing was compared.
     return Comparison(differing, fresh) if len(fresh) < len(named) else None
-
-
-def _token_embeddings(model: Any) -> set[int]:
-    """Returns the ids of the parameters with one row a token, in and out."""
-    base, found = base_model(model), set()
-    for part in ("get_input_embeddings", "get_output_embeddings"):
-        with contextlib.suppress(NotImplementedError, AttributeError):
-            found.add(id(getattr(getattr(base, part)(), "weight", None)))
-    return found
 
 
 def _as_saved(parameter: Tensor, tensor: Tensor) -> bool:
@@ -256,15 +255,6 @@ def _as_saved(parameter: Tensor, tensor: Tensor) -> bool:
     if own.dim():
         own, tensor = own[: len(tensor)], tensor[: len(own)]
     return torch.equal(tensor.to(own.dtype), own)
-
-
-@contextlib.contextmanager
-def _named_weights(model: nn.Module) -> Iterator[list[Mapping[str, Any]]]:
-    """The opened checkpoints of every base that the model names and that lies on this machine."""
-    with contextlib.ExitStack() as stack:
-        folders = {folder for name in base_names(model) for folder in _folders_of(name)}
-        opened = (stack.enter_context(open_each(folder)) for folder in sorted(folders))
-        yield [tensors for files in opened for tensors in files]
 
 
 def _folders_of(name: str) -> list[Path]:
@@ -325,7 +315,7 @@ def write_initial_values(
         return
     description["dtype"] = str(dtypes.pop()).removeprefix("torch.")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # names and shapes are compared; no memory is taken
             again = dict(_built(description).named_parameters())
     except Exception:  # whatever another library says: then there is no promise
         return

@@ -41,11 +41,6 @@ _LOADED = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
 
 _PIECE = 1 << 24
 
-_NOT_OURS = (
-    "It is no checkpoint of the run in {}; leave it as it is. resume_from_checkpoint=True goes on from "
-    "that run's last checkpoint, or from the base model and its ledger."
-)
-
 
 class CheckpointError(OSError):
     """A checkpoint that could not be written; the ones before it are as they were."""
@@ -160,11 +155,15 @@ def _remove_older(limit: int | None, state: TrainerState, run: Path, newest: Pat
     """As Trainer's rotation, but one is gone at once; those of a later step are an earlier attempt's."""
     if limit is None or limit <= 0:
         return
-    kept = {newest, Path(state.best_model_checkpoint or newest)}
+    kept = {
+        newest,
+        Path(state.best_model_checkpoint or newest),
+    }  # Trainer loads the best at the end
     found = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
     found.sort(key=lambda path: (step_of(path) <= step_of(newest), step_of(path)))
     spare = [path for path in found if path not in kept]
     for path in spare[: max(0, len(found) - max(limit, len(kept)))]:
+        # Renamed first: a crash in the middle of removing leaves no half checkpoint to resume from.
         gone = newest.parent / UNFINISHED / path.name
         shutil.rmtree(gone, ignore_errors=True)
         path.rename(gone)
@@ -209,6 +208,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     text = (checkpoint / STATE_NAME).read_text(encoding="utf-8")
     state = json.loads(text)
+    # Compared as text, so that a space or an order that was changed counts too.
     if not isinstance(state, dict) or not state.pop("digest", None) or _sealed(state) != text:
         raise ValueError("not what this version of hf_dpzero writes, or changed since")
     return state
@@ -255,17 +255,19 @@ def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
     except DamagedError as error:
         folder = Path(checkpoint).absolute()
         run = folder.parent if trajectory.path is None else trajectory.path.parent.absolute()
-        own = folder.parent == run and step_of(folder) >= 0
-        words = way_out(Path(checkpoint), trajectory) if own else _NOT_OURS.format(run)
+        words = (
+            f"It is no checkpoint of the run in {run}; leave it as it is. resume_from_checkpoint=True "
+            "goes on from that run's last checkpoint, or from the base model and its ledger."
+        )
+        if folder.parent == run and step_of(folder) >= 0:
+            words = way_out(Path(checkpoint), trajectory)
         raise LedgerError(f"{error} {words}") from error
 
 
 def _checked(checkpoint: Path, trajectory: Trajectory) -> dict[str, Any]:
     path = checkpoint / STATE_NAME
     if not path.exists():
-        raise DamagedError(
-            f"{checkpoint} was not written by DPZeroTrainer: it has no {STATE_NAME}."
-        )
+        raise DamagedError(f"{checkpoint} is not DPZeroTrainer's: it has no {STATE_NAME}.")
     try:
         state = read_state(checkpoint)
     except (OSError, ValueError) as error:
@@ -301,13 +303,12 @@ def _check_files(checkpoint: Path, state: Mapping[str, Any]) -> None:
         for name in found:
             if name in expected and found[name] != expected[name]:
                 raise DamagedError(f"{checkpoint / name} is not what this run wrote there.")
+            # A file that users put beside the others is theirs, if Trainer does not load it.
             if name not in expected and Path(name).suffix in _LOADED:
                 raise DamagedError(f"{checkpoint / name} is not of this run, and would be loaded.")
         weights = digest_weights(checkpoint)
     except OSError as error:
-        raise DamagedError(
-            f"{error.filename or checkpoint} is not to be read ({error})."
-        ) from error
+        raise DamagedError(f"{error.filename or checkpoint} cannot be read ({error}).") from error
     except SafetensorError as error:
         raise DamagedError(f"{checkpoint}: {', '.join(names)} is cut short ({error}).") from error
     if weights != state["weights"]:

@@ -154,11 +154,13 @@ def start_or_resume(
         raise LedgerError(
             f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
         )
+    # The first process alone holds the file's lock and writes; the others have a copy in memory.
     ledger = collectives.on_main(
         lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
     )
     try:
         refuse_lost_releases(folder, ledger)
+        # Processes on several machines may see other disks under one path.
         compare({"releases": ledger.digest()})
         check_resumed(run.plan, ledger)
         if checkpoint is not None:
@@ -173,6 +175,7 @@ def start_or_resume(
 def _start(run: Run, header: dict[str, Any]) -> RunState:
     """Writes a new ledger: on disk on rank 0, in memory on the others."""
     header["base_weights"], compared = _checked_start(run)
+    # On all processes: parts of a parameter are gathered from all of them for its digest.
     header |= {
         "base_model_digest": digest_model(run.model),
         "frozen_digest": digest_frozen(run.model),
@@ -225,7 +228,7 @@ def _set_aside(output_dir: Path) -> None:
     """Renames what another run left in the folder and this run's card and Hub folder would show."""
     patterns = ("*_results.json", RECIPE_FILE, PLOT_FILE, INITIAL_VALUES_FILE)
     found = [path for pattern in patterns for path in sorted(output_dir.glob(pattern))]
-    for path in found:
+    for path in found:  # renamed and not removed: they are another run's results
         names = (f"{path.name}.before{number or ''}" for number in itertools.count())
         path.rename(next(path.with_name(n) for n in names if not path.with_name(n).exists()))
     if found:

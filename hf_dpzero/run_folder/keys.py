@@ -79,21 +79,6 @@ class RunKeys(NamedTuple):
                 path.unlink()
 
 
-def draw_sampler_key(given: str | None = None) -> bytes:
-    """Returns the secret that one call of `train` draws its batches by; a resumed run has another.
-
-    It is never stored: whoever copies the run's folder, or goes back to an older copy, could
-    otherwise release the same batches a second time.
-
-    Args:
-      given: 64 hex digits, for tests (the report then says NOT PRIVATE); None draws a fresh key.
-
-    Returns:
-      32 bytes, the same on all ranks.
-    """
-    return collectives.shared(bytes.fromhex(given) if given else new_sampler_key())
-
-
 def check_uploads(plan: PrivacyPlan, callbacks: Iterable[object]) -> None:
     """Refuses callbacks that would upload the folder with the keys together with everything else.
 
@@ -121,22 +106,27 @@ def check_uploads(plan: PrivacyPlan, callbacks: Iterable[object]) -> None:
 def open_keys(run: Run) -> RunKeys:
     """Returns the keys of a run whose ledger is open; fresh ones for what is new.
 
+    The sampler's is 32 bytes, the same on all ranks; `testing.sampler_key` gives it in tests.
+
     Raises:
       LedgerError: steps were released and their keys are not there, or are another run's; or the rows
         are not those that these steps had, in the same order, or there is no telling.
     """
     given = run.args.testing.sampler_key
     if not isinstance(run.plan.sampler, FixedBatchesSampler):
-        return RunKeys(draw_sampler_key(given))
+        # Never stored, and a resumed run has another: whoever copies the folder, or goes back to an
+        # older copy, could otherwise release the same batches a second time.
+        return RunKeys(collectives.shared(bytes.fromhex(given) if given else new_sampler_key()))
     file = run.output_dir / FOLDER / FILE
     taken: int = run.opened.next_step
     began: str = run.header["direction_key"]
 
     def on_main() -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
         started = 0 < taken < run.plan.steps  # a run that has ended needs no keys
-        stored: dict[str, Any] = (
-            _read(file, began) if started else {"order": new_sampler_key().hex()}
-        )
+        stored: dict[str, Any] = {"order": new_sampler_key().hex()}
+        if started:
+            stored = _read(file, began)
+        # Before anything is written: a run that is refused leaves the file as it was.
         rows = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]))
         if started:
             _check_rows(file, stored.get("rows", ""), rows)
@@ -256,7 +246,7 @@ def digest_of_rows(dataset: Dataset, key: bytes, rows: Sequence[int] | None = No
 
 
 def _spread(rows: Sequence[int], most: int) -> Sequence[int]:
-    return rows[:: max(1, -(-len(rows) // most))]
+    return rows[:: max(1, -(-len(rows) // most))]  # rounded up: at most so many
 
 
 def _hashes(dataset: Dataset, rows: Sequence[int]) -> list[str]:
@@ -264,5 +254,6 @@ def _hashes(dataset: Dataset, rows: Sequence[int]) -> list[str]:
         below = [dataset.indices[row] for row in rows]
         return _hashes(dataset.dataset, below)  # type: ignore[arg-type]
     if isinstance(dataset, datasets.Dataset):
-        dataset = dataset.with_format(None)
+        dataset = dataset.with_format(None)  # a transform may draw: what is stored is the row
+    # `Hasher` pickles, so that tensors, arrays and images count by content.
     return [Hasher.hash(dataset[int(row)]) for row in rows]

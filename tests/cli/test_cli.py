@@ -88,6 +88,8 @@ def test_plan_finds_the_noise_of_a_budget(capsys):
     by_relation = found["epsilon_by_relation"]
     assert by_relation["add_or_remove_one"] == found["epsilon"]
     assert by_relation["replace_one"] > 1.5 * found["epsilon"]
+    table = run(capsys, *PLAN, "--target_epsilon", "6", "--max_steps", "1e2")
+    assert "noise_multiplier" in table and "replace_one" in table and "{" not in table
 
 
 def test_plan_finds_the_epsilon_of_a_noise(capsys):
@@ -114,11 +116,6 @@ def test_plan_of_the_papers_lemma(capsys):
     assert found["noise_std"] == pytest.approx(expected, rel=2e-3)
     assert found["expected_batch_size"] == n
     assert "not accounted" in found["epsilon_by_relation"]["add_or_remove_one"]
-
-
-def test_plan_prints_a_table(capsys):
-    out = run(capsys, *PLAN, "--target_epsilon", "6", "--max_steps", "1e2")
-    assert "noise_multiplier" in out and "replace_one" in out and "{" not in out
 
 
 def test_plan_lists_the_checks_of_a_recipe_in_their_order(capsys):
@@ -178,6 +175,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path, row
     return folder / "out"
 
 
+@pytest.fixture(scope="module")
+def not_private(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path, rows: Any) -> Path:
+    """The output_dir of a run of MeZO: its report says NOT PRIVATE. Read only."""
+    folder = tmp_path_factory.mktemp("not_private")
+    recipe = tiny_recipe(folder, bert_checkpoint, rows, method="mezo", target_epsilon=None)
+    assert main.main(["train", str(recipe)]) == 0
+    return folder / "out"
+
+
 def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -221,15 +227,6 @@ def test_evaluate_a_trained_model_and_write_the_result(trained, tmp_path, capsys
     found, results = read(tmp_path / "eval_results.json"), read(trained / "all_results.json")
     assert found["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
     assert found["eval_loss"] != results["zero_shot_loss"]
-
-
-@pytest.fixture(scope="module")
-def not_private(tmp_path_factory: pytest.TempPathFactory, bert_checkpoint: Path, rows: Any) -> Path:
-    """The output_dir of a run of MeZO: its report says NOT PRIVATE. Read only."""
-    folder = tmp_path_factory.mktemp("not_private")
-    recipe = tiny_recipe(folder, bert_checkpoint, rows, method="mezo", target_epsilon=None)
-    assert main.main(["train", str(recipe)]) == 0
-    return folder / "out"
 
 
 def privacy(capsys: Any, *words: Any) -> str:
@@ -390,13 +387,12 @@ def test_replay_rebuilds_the_weights_without_the_data(trained, tmp_path, capsys)
     assert "own folder" in fail(capsys, *words, published)
 
 
-def test_replay_finds_other_weights(trained, not_private, tmp_path, capsys):
+def test_replay_refuses_other_weights_another_base_and_a_damaged_trajectory(
+    trained, not_private, recipe, tmp_path, capsys
+):
     words = ["--trajectory", trained / "trajectory.ledger", "--output_dir", tmp_path / "again"]
     base = ["replay", "--base", trained / "recipe.yaml", *words]
     assert "is not what the trajectory gives" in fail(capsys, *base, "--expect", not_private)
-
-
-def test_replay_refuses_another_base_and_a_damaged_trajectory(trained, recipe, tmp_path, capsys):
     whole, out = trained / "trajectory.safetensors", ("--output_dir", tmp_path / "r")
     words = ("--trajectory", whole, *out)
     assert "digest" in fail(capsys, "replay", "--base", recipe, *words, "--init_seed", 7)
@@ -407,9 +403,10 @@ def test_replay_refuses_another_base_and_a_damaged_trajectory(trained, recipe, t
     assert str(damaged) in fail(capsys, *base, damaged, *out) and not (tmp_path / "r").exists()
 
 
-def test_push_dry_run_leaves_the_folder(trained, tmp_path, capsys):
+def test_push_dry_run_leaves_the_folder(trained, not_private, tmp_path, capsys):
     copy, words = tmp_path / "out", ("--repo_id", "me/tiny", "--dry_run")
     fail(capsys, "push", tmp_path, *words)  # nothing is there
+    assert "not private" in fail(capsys, "push", not_private, *words).lower()
     shutil.copytree(trained, copy)
     assert str(copy / "hub") in run(capsys, "push", copy, *words)
     names = {path.name for path in (copy / "hub").rglob("*")}
@@ -417,13 +414,7 @@ def test_push_dry_run_leaves_the_folder(trained, tmp_path, capsys):
     assert not names & {"sampler_key", "training_args.bin", "trajectory.ledger"}
 
 
-def test_train_does_not_touch_an_earlier_run(trained, capsys):
-    before = (trained / "trajectory.ledger").read_bytes()
-    assert "ledger of an earlier run" in fail(capsys, "train", trained.parent / "tiny.yaml")
-    assert (trained / "trajectory.ledger").read_bytes() == before
-
-
-def test_train_resumes(recipe, capsys):
+def test_train_resumes_and_does_not_touch_an_earlier_run(recipe, capsys):
     """Stopped after two of four steps, then continued: the ledger has each step once."""
     out = recipe.parent / "out"
     words = ["--max_steps", 4, "--save_strategy", "steps", "--save_steps", 2]
@@ -431,12 +422,8 @@ def test_train_resumes(recipe, capsys):
     whole = Trajectory.load(out / "trajectory.ledger").releases
     weights = (out / "model.safetensors").read_bytes()
     (out / "checkpoint-4").rename(recipe.parent / "set-aside")
+    assert "ledger of an earlier run" in fail(capsys, "train", recipe, *words)
     run(capsys, "train", recipe, *words, "--resume_from_checkpoint")
     assert Trajectory.load(out / "trajectory.ledger").releases == whole
     assert (out / "model.safetensors").read_bytes() == weights
     assert [release.step for release in whole] == [0, 1, 2, 3]
-
-
-def test_mezo_says_that_it_is_not_private(not_private, capsys):
-    words = ("push", not_private, "--repo_id", "me/x", "--dry_run")
-    assert "not private" in fail(capsys, *words).lower()

@@ -19,26 +19,13 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The quickstart's rows with a tiny encoder."""
     monkeypatch.chdir(tmp_path)
     values = {
-        "model_name_or_path": str(save_encoder(tmp_path / "model")),
-        "architecture": "sentence_classifier",
-        "precompute_features": True,
-        "task": "quickstart",
-        "max_train_samples": 60,
-        "max_eval_samples": 20,
-        "max_seq_length": 16,
-        "method": "dpzero",
-        "target_epsilon": 2.0,
-        "target_delta": 1e-3,
-        "expected_batch_size": 30,
-        "clip": 4.0,
-        "num_directions": 4,
-        "trainable": "^classifier",
-        "max_steps": 3,
-        "learning_rate": 0.01,
-        "use_cpu": True,
-        "report_to": "none",
-        "output_dir": str(tmp_path / "out"),
-    }
+        "model_name_or_path": str(save_encoder(tmp_path / "model")), "task": "quickstart",
+        "architecture": "sentence_classifier", "precompute_features": True, "method": "dpzero",
+        "max_train_samples": 60, "max_eval_samples": 20, "max_seq_length": 16, "clip": 4.0,
+        "target_epsilon": 2.0, "target_delta": 1e-3, "expected_batch_size": 30, "max_steps": 3,
+        "num_directions": 4, "trainable": "^classifier", "learning_rate": 0.01, "use_cpu": True,
+        "report_to": "none", "output_dir": str(tmp_path / "out"),
+    }  # fmt: skip
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
