@@ -70,10 +70,8 @@ def decoder_length(model: nn.Module) -> int | None:
     return next((most for most in found if isinstance(most, int)), None)
 
 
-def widened(
-    batch: Row, side: str, columns: int, pad: int | None = None
-) -> dict[str, Tensor] | None:
-    """Adds masked columns at a side; None without an attention mask over what is in the batch.
+def widened(batch: Row, side: str, columns: int, pad: int | None = None) -> dict[str, Tensor]:
+    """Adds masked columns at a side; none without an attention mask over what is in the batch.
 
     Columns repeat a row's token where there is no pad token; sounds are padded with zeros, and labels of
     tokens (integers) with -100.
@@ -85,18 +83,18 @@ def widened(
       pad: the pad token, which some classifiers look for.
 
     Returns:
-      A new batch; None where nothing can be widened.
+      A new batch.
 
     >>> ids, mask = torch.tensor([[5, 6]]), torch.tensor([[1, 1]])
     >>> widened({"input_ids": ids, "attention_mask": mask}, "right", 1)["input_ids"]
     tensor([[5, 6, 6]])
     """
-    shape = masked_shape(batch)
+    shape, wide = masked_shape(batch), dict(batch)
     if shape is None:
-        return None
+        return wide
     if any(name in batch for name in _POSITIONS):
         side = "right"
-    along, wide = len(shape) - 1, dict(batch)
+    along = len(shape) - 1
     for name, value in batch.items():
         if isinstance(value, Tensor) and is_along(name, value, shape):
             wide[name] = _more(name, value, side, columns, pad, along)
@@ -330,7 +328,7 @@ class PassShapes:
         if (shape := masked_shape(batch)) is not None:
             most, cut = (self.context_length, self.max_length) if ids is not None else (None, None)
             columns = bucket(shape[-1], most, cut, self.placement.step) - shape[-1]
-            wide = widened(batch, self.padding_side, columns, self.pad_token_id) or wide
+            wide = widened(batch, self.padding_side, columns, self.pad_token_id)
         for name in _DECODER:
             value = batch.get(name)
             if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():

@@ -55,11 +55,9 @@ class InventedRows:
         self.form, self.shapes, self.side = form, shapes, shapes.padding_side
         self._shape = masked_shape(form)
         self._tokens, self._end = _vocabulary(model)
-        name = type(base_model(model)).__name__
-        self._of_tokens = "ForTokenClassification" in name
+        self._of_tokens = "ForTokenClassification" in type(base_model(model)).__name__
         classes = getattr(getattr(base_model(model), "config", None), "num_labels", None)
         self._classes = classes if isinstance(classes, int) and classes > 0 else 2
-
         parameters = list(model.parameters())
         device = parameters[0].device.type if parameters else "cpu"
         self._tokens_of_a_pass = tokens_of_a_pass(sum(p.numel() for p in parameters), device)
@@ -72,11 +70,9 @@ class InventedRows:
 
     def wide(self, size: int) -> Row:
         """An unmasked row, as wide as a pass of so many may be."""
-        limits = (
-            self._tokens_of_a_pass // size,
-            *(self.shapes.context_length, self.shapes.max_length),
-        )
-        widest = max(self._least, min(tokens for tokens in limits if tokens is not None))
+        limits = (self.shapes.context_length, self.shapes.max_length)
+        most = min([self._tokens_of_a_pass // size, *(n for n in limits if n is not None)])
+        widest = max(self._least, most)
         width = next((w for n, (_, w) in _OTHER_WIDTHS.items() if n in self.form), widest)
         return self.row(size, width, width)
 
@@ -118,7 +114,9 @@ class InventedRows:
         elif decoder:
             size[1] = _DECODER_WIDTH
         if name in _IDS or (name == "labels" and decoder):
-            value = self._ids(size, generator)
+            value = self._tokens[torch.randint(len(self._tokens), size, generator=generator)]
+            if self._end is not None:  # some classifiers read the last end of sequence
+                value[..., -1] = self._end
         elif name == "labels":
             value = torch.randint(2 if real else self._classes, size, generator=generator)
         elif real:
@@ -128,12 +126,6 @@ class InventedRows:
         else:
             value = torch.ones(size) if name in _ONES else torch.zeros(size)
         return value.to(like.dtype)
-
-    def _ids(self, size: list[int], generator: torch.Generator) -> Tensor:
-        ids = self._tokens[torch.randint(len(self._tokens), size, generator=generator)]
-        if self._end is not None:  # some classifiers read the last end of sequence
-            ids[..., -1] = self._end
-        return ids
 
 
 def _vocabulary(model: nn.Module) -> tuple[Tensor, int | None]:

@@ -85,7 +85,7 @@ def check_layers(model: nn.Module) -> None:
 def check_placement(model: nn.Module) -> None:
     """Refuses weights that are not in memory during the whole run, trainable or frozen.
 
-    Several devices are fine, and so are offloaded weights once `offloading.settle_offloaded` has given
+    Several devices are fine, and so are offloaded weights once `offload.settle_offloaded` has given
     them a place to live.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -78,14 +77,31 @@ def refuse_overrides(trainer: Trainer, loss: PerExampleLoss | None, begun: bool)
     Raises:
       ValueError: says what to use instead.
     """
-    args = trainer.args
+    args, scheduler = trainer.args, trainer.lr_scheduler
     assert isinstance(args, DPZeroConfig)
     refuse(refused_fields(args))
     if loss is None:
         _check_losses(trainer)
-    if not begun:
-        optimizer = trainer.optimizer or (trainer.optimizer_cls_and_kwargs or (None,))[0]
-        _check_optimizers(args, optimizer, trainer.lr_scheduler)
+    if begun:
+        return
+    optimizer = trainer.optimizer or (trainer.optimizer_cls_and_kwargs or (None,))[0]
+    if optimizer is not None:
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise ValueError(
+            f"the optimizer {kind.__name__} with method={args.method!r} is not what the ledger would "
+            f"say: {INSTEAD['create_optimizer']}. A schedule alone, optimizers=(None, scheduler), is "
+            "taken in zeroth-order runs."
+        )
+    if scheduler is not None and args.first_order:
+        raise ValueError(
+            f"a scheduler in optimizers= with method={args.method!r} sets the rates of an optimizer "
+            "that is not the run's: set lr_scheduler_type, or override create_scheduler."
+        )
+    if scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters:
+        raise ValueError(
+            f"the scheduler {type(scheduler).__name__} follows a metric and the optimizer that it was "
+            "made with: set lr_scheduler_type='reduce_lr_on_plateau' or 'greedy'."
+        )
 
 
 def _check_losses(trainer: Trainer) -> None:
@@ -105,28 +121,6 @@ def _check_losses(trainer: Trainer) -> None:
             f"{f'{owner.__name__}.compute_loss' if owner else 'compute_loss_func'} returns one number "
             "for a batch, and a step needs each example's loss, so it would not be trained on: "
             f"{_LOSS}. Beside it, evaluation still uses yours."
-        )
-
-
-def _check_optimizers(args: DPZeroConfig, optimizer: object, scheduler: LRScheduler | None) -> None:
-    if optimizer is not None:
-        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-        raise ValueError(
-            f"the optimizer {kind.__name__} with method={args.method!r} is not what the ledger would "
-            f"say: set {INSTEAD['create_optimizer'].removeprefix('set ')}. A schedule alone, "
-            "optimizers=(None, scheduler), is taken in zeroth-order runs."
-        )
-    if scheduler is None:
-        return
-    if args.first_order:
-        raise ValueError(
-            f"a scheduler in optimizers= with method={args.method!r} sets the rates of an "
-            "optimizer that is not the run's: set lr_scheduler_type, or override create_scheduler."
-        )
-    if "metrics" in inspect.signature(scheduler.step).parameters:
-        raise ValueError(
-            f"the scheduler {type(scheduler).__name__} follows a metric and the optimizer that it was "
-            "made with: set lr_scheduler_type='reduce_lr_on_plateau' or 'greedy'."
         )
 
 

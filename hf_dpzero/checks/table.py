@@ -92,28 +92,19 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def applying(first_order: bool, private: bool) -> list[Check]:
-    """Returns the checks that are for a run, in order.
-
-    Args:
-      first_order: whether it takes gradients.
-      private: whether it adds noise.
-    """
-    kinds: dict[When, bool] = {
-        "always": True,
-        "private": private,
-        "private, first order": private and first_order,
-        "several processes": collectives.active(),
-    }
-    return [check for check in CHECKS if kinds[check.when]]
-
-
 def run_checks(run: Run, stage: Stage) -> None:
     """Makes the checks of a stage that are for this run, in order.
 
     Raises:
       ValueError: what cannot be accounted or would break the guarantee; says what to change.
     """
-    for check in applying(run.args.first_order, run.plan.mechanism.private):
-        if check.stage == stage:
+    private = run.plan.mechanism.private
+    made: dict[When, bool] = {
+        "always": True,
+        "private": private,
+        "private, first order": private and run.args.first_order,
+        "several processes": collectives.active(),
+    }
+    for check in CHECKS:
+        if check.stage == stage and made[check.when]:
             check.run(run)

@@ -78,7 +78,6 @@ class Plan(Options):
 
     recipe: str | None = _option(f"{_RECIPE}: plan its run, download nothing", metavar="RECIPE")
     num_examples: int | None = _option("n, rows of training data; a recipe's own if they are here")
-    checks: bool = _option("of a recipe, the checks before step 0 instead of the plan", False)
     json: bool = _option("print JSON instead of a table", False)
 
 

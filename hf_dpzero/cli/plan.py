@@ -39,12 +39,8 @@ def run_plan(arguments: Plan) -> None:
     ):
         if path is not None:
             recipe = load_recipe(path, {**given, "output_dir": scratch})
-            if arguments.checks:
-                return _print_checks(recipe.training, arguments.json)
             privacy, sections = _of_recipe(recipe, arguments.num_examples)
         else:
-            if arguments.checks:
-                raise ValueError("--checks are those of a run: give --recipe RECIPE.")
             if arguments.num_examples is None:
                 raise ValueError(
                     "num_examples is missing; give --num_examples N, or --recipe FILE."
@@ -74,27 +70,6 @@ def run_plan(arguments: Plan) -> None:
         from hf_dpzero.experiments.plan import print_sections
 
         print_sections(sections)
-
-
-def _print_checks(args: DPZeroConfig, as_json: bool) -> None:
-    """Prints the checks that a run makes before step 0, in order; loads no model."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from hf_dpzero.checks.table import applying
-
-    private = not args.not_private and args.noise_multiplier != 0
-    rows = [
-        {"check": c.name, "when": c.when, "rules_out": c.rules_out, "passes": c.passes}
-        for c in applying(args.first_order, private)
-    ]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    table = Table("check", "in which runs", "what is refused", "passes at most")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console().print(table)
 
 
 def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:

@@ -28,6 +28,7 @@ from hf_dpzero.parallel import collectives
 from hf_dpzero.perturbation.sharding import is_sharded, on_first, own_part, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.weights import open_weights, saved_tensors
+from hf_dpzero.settings.setting import refuse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -137,9 +138,7 @@ def _check_settings(plugin: FullyShardedDataParallelPlugin, args: DPZeroConfig) 
             "evaluation would wait for ever; leave it at True.",
         ),
     )
-    for is_refused, words in refused:
-        if is_refused:
-            raise ValueError(words)
+    refuse(words for is_refused, words in refused if is_refused)
 
 
 def is_split(model: nn.Module) -> bool:

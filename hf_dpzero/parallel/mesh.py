@@ -25,6 +25,7 @@ from hf_dpzero.batches.placement import Placement
 from hf_dpzero.estimators.stacked import STACK_BYTES
 from hf_dpzero.parallel.collectives import active, control_group, gather_blocks, sum_checked
 from hf_dpzero.privacy.mechanisms import VectorMechanism
+from hf_dpzero.settings.setting import refuse
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -224,9 +225,8 @@ def choose_mesh(
         ),
         (averaged, "with clipping='averaged', whose groups go to processes whole: leave it out."),
     )
-    for is_refused, words in refused:
-        if splits and is_refused:
-            raise ValueError(f"performance.direction_parallel_size={asked} {words}")
+    setting = f"performance.direction_parallel_size={asked}"
+    refuse(f"{setting} {words}" for is_refused, words in refused if splits and is_refused)
     # Many directions may go through one pass, whose bits follow from how many they are.
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     strategy = args.performance.perturbation_strategy
@@ -239,7 +239,7 @@ def choose_mesh(
 def step_bytes(
     plan: PrivacyPlan, args: DPZeroConfig, mesh: ProcessMesh, sharded: bool, dimension: int
 ) -> tuple[int, int]:
-    """Bytes that a process puts into collective operations in a step (see `distributed.sent_bytes`).
+    """Bytes that a process puts into collective operations in a step (`collectives.sent_bytes`).
 
     V released numbers: an all-reduce of V + 2 integers and a broadcast of V floats, of 8 bytes each. So
     16 K + 16 for K directions, and 16 more with adaptive clipping. m groups: 2 m more, and what they

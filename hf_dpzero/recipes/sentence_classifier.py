@@ -369,7 +369,7 @@ def precompute_features(
             batch = right_padded(collate([{name: rows[name][i] for name in rows}]))
             batch = {key: value for key, value in batch.items() if key != "labels"}
             columns = bucket(width_of(batch), longest) - width_of(batch)
-            batches.append(widened(batch, "right", columns) or batch)
+            batches.append(widened(batch, "right", columns))
             alike.setdefault((shape_of(batches[i]), unmasked(batches[i])), []).append(i)
         embeddings = torch.empty(len(batches), config.feature_size)
         for members in alike.values():

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_dpzero.checks.table import CHECKS
 from hf_dpzero.cli import main
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
@@ -116,25 +115,6 @@ def test_plan_of_the_papers_lemma(capsys):
     assert found["noise_std"] == pytest.approx(expected, rel=2e-3)
     assert found["expected_batch_size"] == n
     assert "not accounted" in found["epsilon_by_relation"]["add_or_remove_one"]
-
-
-def test_plan_lists_the_checks_of_a_recipe_in_their_order(capsys):
-    words = ("plan", "--recipe", "sst2/roberta-large-dpzero", "--checks")
-    first_order, plain = {"precision of gradients"}, {"lengths", "row 0", "mixed precision"}
-    every = {check.name: check for check in CHECKS}
-    for method, own, others in (
-        ("dpzero", {"random generators", *plain}, first_order),
-        ("dp-sgd", {*first_order, *plain}, set()),
-        ("mezo", plain, {"random generators", *first_order}),
-    ):
-        listed = json.loads(run(capsys, *words, "--method", method, "--json"))
-        names = [row["check"] for row in listed]
-        assert own <= set(names) and not others & set(names)
-        assert names == [name for name in every if name in names]
-        assert all(row["rules_out"] == every[row["check"]].rules_out for row in listed)
-        assert sum(row["passes"] for row in listed) > 30
-    assert "evaluation rows" in run(capsys, *words)
-    assert "give --recipe RECIPE" in fail(capsys, *PLAN, "--checks")
 
 
 @pytest.fixture(scope="session")

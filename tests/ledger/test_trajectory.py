@@ -119,17 +119,6 @@ def test_both_forms_round_trip(tmp_path: Path, count: int, values: int):
     }
 
 
-def test_get_finds_by_step_and_gaps_are_refused():
-    trajectory = Trajectory(header_for())
-    for step in (0, 1):
-        trajectory.append(release_at(step))
-    assert trajectory.get(1) == release_at(1)
-    assert trajectory.get(3) is None
-    assert trajectory.next_step == 2
-    with pytest.raises(LedgerError, match="does not follow step 1"):
-        trajectory.append(release_at(5))
-
-
 def test_a_ledger_is_held_by_one_run_until_it_is_closed(tmp_path: Path):
     path = tmp_path / "t.ledger"
     held = written(path, 2)
@@ -286,19 +275,14 @@ def test_other_files_are_not_trajectories(tmp_path: Path):
 # ---------------------------------------------------------------- what does not belong
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("plan", {"name": "test", "steps": 21}),
-        ("smoothing", 2e-3),
-        ("direction_key", "0" * 32),
-        ("trainable", ["other"]),
-        ("num_directions", 3),
-        ("weight_decay", 0.0),
-        ("update_rule", {"name": "momentum"}),
-        ("num_values", 3),
-    ],
-)
+OTHERS = {
+    "plan": {"name": "test", "steps": 21}, "smoothing": 2e-3, "direction_key": "0" * 32,
+    "trainable": ["other"], "num_directions": 3, "weight_decay": 0.0, "num_values": 3,
+    "update_rule": {"name": "momentum"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), OTHERS.items())
 def test_a_changed_plan_is_refused_by_name(tmp_path: Path, key: str, value: object):
     path = tmp_path / "t.ledger"
     written(path, 2)
@@ -306,18 +290,14 @@ def test_a_changed_plan_is_refused_by_name(tmp_path: Path, key: str, value: obje
     with pytest.raises(LedgerError, match=rf"(?m)^  {key}[.\w]*: .+ -> .+$"):
         Trajectory.open(path, header_for(**{key: value}))
     assert path.read_bytes() == before
-
-
-def test_other_versions_of_libraries_may_continue(tmp_path: Path):
-    path = tmp_path / "t.ledger"
-    written(path, 2)
-    assert Trajectory.open(path, header_for(versions={"hf_dpzero": "0.2"})).next_step == 2
+    Trajectory.open(path, header_for(versions={"hf_dpzero": "0.2"}))  # other libraries may go on
 
 
 @pytest.mark.parametrize(
     "release",
     [
         Release(1, (1.0, 2.0), 0.1),  # not after step 1
+        Release(5, (1.0, 2.0), 0.1),  # a gap
         Release(2, (1.0,), 0.1),
         Release(2, (1.0, 2.0, 3.0), 0.1),
         Release(2, (0.1, 2.0), 0.1),  # not a float32 number
@@ -333,6 +313,7 @@ def test_releases_that_do_not_fit_are_refused_before_writing(tmp_path: Path, rel
     with pytest.raises(LedgerError, match=f"step {release.step}"):
         trajectory.append(release)
     assert trajectory.next_step == 2
+    assert trajectory.get(1) == release_at(1) and trajectory.get(2) is None
     assert path.read_bytes() == before
 
 

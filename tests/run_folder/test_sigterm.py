@@ -340,7 +340,9 @@ def test_the_command_exits_with_the_status(tmp_path: Path, monkeypatch: Any) -> 
     given = {"callbacks": [Signal("on_step_begin", 2)]}
     settings = settings_of("dp-adamw")
     monkeypatch.setattr(
-        train, "build_trainer", lambda recipe: build(tmp_path, trainer_settings=given, **settings)
+        train.build,
+        "build_trainer",
+        lambda recipe: build(tmp_path, trainer_settings=given, **settings),
     )
     monkeypatch.setattr(train, "unused_settings", lambda recipe: "")
     recipes = Path(train.__file__).resolve().parents[2] / "recipes"
