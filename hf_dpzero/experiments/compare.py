@@ -219,6 +219,7 @@ def _sibling_name(recipe: Path, method: str, own_method: str = "dpzero") -> str:
     """
     from hf_dpzero.settings.nested import METHODS
 
+    # the longest first: lora also ends dp-lora
     known = sorted({*METHODS, *_ADAPTER_METHODS, own_method}, key=len, reverse=True)
     named = re.search(rf"-(?:{'|'.join(map(re.escape, known))})(?:-|$)", recipe.stem)
     stem = recipe.stem[: named.start()] if named else recipe.stem
@@ -240,6 +241,7 @@ def _check_comparable(methods: Sequence[Method]) -> None:
     """Refuses methods that differ in their data or, among private ones, in what epsilon means."""
 
     def data_of(recipe: Recipe) -> dict[str, str]:
+        # as text: lists, nulls and numbers alike can be compared, and shown
         values = {name: repr(value) for name, value in vars(recipe.data).items()}
         return {name: value for name, value in values.items() if name != "subset_seed"}  # --seeds
 

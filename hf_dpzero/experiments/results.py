@@ -276,6 +276,7 @@ def _failure(status: int, errors: str, secret: bool = False) -> tuple[str, str]:
 
 def zero_shot_group(model: ModelArguments) -> str:
     """Returns 8 hex digits, equal for settings whose untrained models classify alike."""
+    # stored features are the encoder's own outputs, and LoRA's second matrix starts at zero
     ignored = {"init_seed", "lora_r", "lora_alpha", "lora_target_modules", "precompute_features"}
     if model.peft_method != "prefix":  # other adapters start as no change
         ignored |= {"peft_method", "num_virtual_tokens"}

@@ -21,7 +21,7 @@ from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.public import RECIPE_FILE
-from hf_dpzero.run_folder.checkpoints import STATE_NAME
+from hf_dpzero.run_folder.checkpoints import complete_checkpoints
 
 LOCK_FILE = ".lock"
 
@@ -108,8 +108,8 @@ class Workspace:
                 if recipe.is_file() and recipe.read_text(encoding="utf-8") == text:
                     if (folder / RECIPE_FILE).is_file():  # the last file that training leaves
                         return dataclasses.replace(attempt, finished=True)
-                    if checkpoint := last_checkpoint(folder):
-                        return dataclasses.replace(attempt, checkpoint=checkpoint)
+                    if complete := complete_checkpoints(folder):
+                        return dataclasses.replace(attempt, checkpoint=complete[-1])
                 if self.abandoned is None:
                     continue
                 self.abandoned.mkdir(parents=True, exist_ok=True)
@@ -117,16 +117,6 @@ class Workspace:
                 shutil.move(folder, self.abandoned / f"{name}-{count}")
             recipe.write_text(text, encoding="utf-8")
             return attempt
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """Returns the checkpoint of the most steps that was written to its end, or None."""
-    steps: dict[int, Path] = {}
-    for path in folder.glob(f"checkpoint-*/{STATE_NAME}"):  # the last file of a checkpoint
-        number = path.parent.name.split("-")[1]
-        if number.isdecimal() and path.stat().st_size:
-            steps[int(number)] = path.parent
-    return steps[max(steps)] if steps else None
 
 
 def execute(
@@ -198,6 +188,7 @@ class Process:
         with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
             self._process = subprocess.Popen(
                 list(words),
+                # a library that asks a question (trust_remote_code) fails at once, and waits for nobody
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

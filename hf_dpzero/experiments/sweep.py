@@ -29,7 +29,7 @@ from hf_dpzero.reporting.public import public_results
 from hf_dpzero.shipped import find_config
 from hf_dpzero.tasks import build_task, same_rows
 from hf_dpzero.tasks.description import DataArguments
-from hf_dpzero.values import listed, parse_yaml
+from hf_dpzero.values import listed, one_of, parse_yaml
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -162,10 +162,8 @@ def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[
 
 def _check(settings: SweepSettings) -> None:
     """Refuses, before any data is read, what may not be swept or fixed under this tuning."""
-    if settings.tuning not in TUNINGS:
-        raise ValueError(f"tuning={settings.tuning!r} is not one of {', '.join(TUNINGS)}.")
-    if settings.selection not in SELECTIONS:
-        raise ValueError(f"selection={settings.selection!r} is not one of {', '.join(SELECTIONS)}.")
+    one_of(settings, "tuning", TUNINGS, "what the search may cost")
+    one_of(settings, "selection", SELECTIONS, "what may be released of it")
     if both := sorted(set(settings.grid) & set(settings.overrides)):
         raise ValueError(f"{both[0]} is both swept and overridden; keep one.")
     composed = settings.tuning == "composed"
@@ -342,6 +340,7 @@ def open_workspace(settings: SweepSettings, prepared: Prepared) -> Workspace:
             "continue it, or name an empty folder. What it spent stays spent."
         )
     private.mkdir(parents=True, exist_ok=True)
+    # mkdir's mode is cut by the umask, and the folder may be of an earlier start
     private.chmod(0o700)
     if not state.exists():
         # Drawn once and kept: whoever could interrupt and draw again would choose the number.

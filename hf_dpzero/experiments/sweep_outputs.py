@@ -57,6 +57,7 @@ def _best_row(rows: Sequence[Row], metric: str) -> Row | None:
     def worth(row: Row) -> float:
         return -math.inf if row.score is None else sign * row.score
 
+    # max keeps the first of equals: which one wins depends on no later trial
     return max((row for row in rows if row.done), key=worth, default=None)
 
 

@@ -199,6 +199,7 @@ class LocalClient:
         if ask.kind != ASK:
             raise MessageError(f"a message of kind {ask.kind} to a client, which takes asks only.")
         with (
+            # held for one message only: a process that takes this one's place finds them free
             contextlib.closing(self._ledger()) as ledger,
             contextlib.closing(self._known()) as known,
         ):

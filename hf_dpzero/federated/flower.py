@@ -291,6 +291,7 @@ def serve(folder: Path, text: str, watched: int) -> None:
     `text` is the client's `--node-config` as JSON, `watched` the id of the process that it serves.
     """
     key = secrets.token_bytes(32)
+    # the key keeps out whoever reaches the socket and cannot read the owner's file
     with Listener(authkey=key) as listener:
         entry = {"address": listener.address, "values": text, "key": key.hex(), "pid": os.getpid()}
         write_for_owner(folder / ADDRESS_NAME, json.dumps(entry))

@@ -108,6 +108,7 @@ def unpack(raw: bytes | None, num_values: int) -> Message:
         raise MessageError("malformed: its bytes do not match their checksum.")
     _, kind, _, count, number, contract = _HEAD.unpack_from(raw)
     body = raw[_HEAD.size : -4]
+    # a learning rate is float64, as the schedule computes it; values are float32, as they were noised
     item = {ASK: 8 + 4 * num_values, VALUES: 4}.get(kind, 0)
     # a count of values is not a count of messages: fewer than K would be another run's
     fits = len(body) == count * item and (kind != VALUES or count == num_values)

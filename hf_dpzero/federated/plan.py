@@ -310,6 +310,7 @@ def check_probability(config: DPZeroConfig, offered: float | None, own: float) -
 
 def contract_digest(contract: Mapping[str, Any]) -> bytes:
     """Returns the first 16 bytes of the SHA-256 of the contract's canonical JSON, versions left out."""
+    # NaN is no JSON, and two contracts that hold one would never be equal
     text = json.dumps(_compared(contract), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
 

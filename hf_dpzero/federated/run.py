@@ -351,42 +351,38 @@ class ServerRun:
           transport: to the clients.
           min_clients, patience: see `Rounds`.
         """
-
-        def rates() -> list[float]:
-            # of the clients that the folder remembers from the first round on: resumed, the same
-            members = self.server.members.values()
-            return learning_rates(self.config, [m.local for m in members if m.joined == 0])
-
+        members = self.server.members.values()
         self.rounds = Rounds(
-            self.server, transport, rates, min_clients=min_clients, patience=patience
+            self.server,
+            transport,
+            # of the clients that the folder remembers from the first round on: resumed, the same
+            lambda: learning_rates(self.config, [m.local for m in members if m.joined == 0]),
+            min_clients=min_clients,
+            patience=patience,
         )
         if not self.evaluations or self.evaluations[-1]["round"] < self.server.round:
             self._evaluate()
-        done = False
-        try:
-            with tqdm(
-                total=self.server.rounds, initial=self.server.round, desc="rounds", file=sys.stderr
-            ) as bar:
-
-                def on_round(release: Release, count: int) -> None:
-                    self._after(count)
-                    bar.update()
-                    bar.set_postfix(clients=count, refresh=False)
-
-                self.rounds.run(on_round)
-            done = True
-        finally:
-            if self.server.round:
-                self._finish(weights=done)
-
-    def _after(self, count: int) -> None:
-        self.answered.append(count)
-        self.side.replica.catch_up(self.server.trajectory.releases)
         by_steps = self.config.eval_strategy == "steps"
         every = int(self.config.eval_steps or 0) if by_steps else 0
-        last = self.server.round == self.server.rounds
-        if last or (every and self.server.round % every == 0):
-            self._evaluate()
+        now, last = self.server.round, self.server.rounds
+        bar, done = tqdm(total=last, initial=now, desc="rounds", file=sys.stderr), False
+
+        def on_round(release: Release, count: int) -> None:
+            self.answered.append(count)
+            self.side.replica.catch_up(self.server.trajectory.releases)
+            now = self.server.round
+            if now == last or (every and now % every == 0):
+                self._evaluate()
+            bar.update()
+            bar.set_postfix(clients=count, refresh=False)
+
+        try:
+            self.rounds.run(on_round)
+            done = True
+        finally:  # also of a run that stops the releases are public, and its costs are to be known
+            bar.close()
+            if self.server.round:
+                self._finish(weights=done)
 
     def _evaluate(self) -> None:
         metrics = self.side.replica.trainer.evaluate()

@@ -156,6 +156,7 @@ class RoundServer:
         members = [
             {**vars(member), "local": member.local.to_dict()} for member in self.members.values()
         ]
+        # at joining and at the end only: what a member knew meanwhile is asked for again
         write_atomically(self.folder / MEMBERS_NAME, json.dumps(members, indent=1))
 
     def ask(self, name: str) -> bytes:

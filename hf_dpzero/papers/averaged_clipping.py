@@ -150,23 +150,17 @@ def calibrated(descent: Descent, num_examples: int, epsilon: float, delta: float
 
     It contains the 2 of the sensitivity of averaged clipping.
     """
-    return _calibrated(
-        descent.plan(num_examples).mechanism.sensitivity_add_remove,
-        descent.steps * descent.stages,
-        descent.batch_size,
-        (num_examples, epsilon, delta),
-    )
+    sensitivity = descent.plan(num_examples).mechanism.sensitivity_add_remove
+    steps = descent.steps * descent.stages
+    return sensitivity * _unit_noise(steps, descent.batch_size, num_examples, epsilon, delta)
 
 
 @functools.cache
-def _calibrated(
-    sensitivity: int, steps: int, batch_size: int, target: tuple[int, float, float]
+def _unit_noise(
+    steps: int, batch_size: int, num_examples: int, epsilon: float, delta: float
 ) -> float:
-    # Calibration depends on sampling, steps and sensitivity only, which is a factor.
-    n, epsilon, delta = target
-    if sensitivity != 1:
-        return sensitivity * _calibrated(1, steps, batch_size, target)
-    plan = Descent(clipping="per_example", steps=steps, batch_size=batch_size).plan(n)
+    # calibration takes a second, and depends on sampling and steps alone: sensitivity is a factor
+    plan = Descent(clipping="per_example", steps=steps, batch_size=batch_size).plan(num_examples)
     return float(plan.calibrate(epsilon=epsilon, delta=delta).mechanism.noise_multiplier)
 
 

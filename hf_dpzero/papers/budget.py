@@ -107,6 +107,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
     0.196352
     """
     log = _log_inverse(delta)
+    # the difference of the roots, without its cancellation at a small epsilon
     root = positive("epsilon", epsilon) / (math.sqrt(epsilon + log) + math.sqrt(log))
     return root**2
 

@@ -162,6 +162,7 @@ def clipped_mean(
     >>> clipped_mean(np.array([1.0]), np.array([-9.0, 0.0, 3.0]), np.array([4.0]))
     array([1.])
     """
+    # sorted once, a cell costs two searches, not a pass over all n terms
     sums = np.concatenate([[0.0], np.cumsum(projected)])
     n = len(projected)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -242,6 +242,7 @@ def check_queries(queries: Array) -> None:
         raise ValueError(f"queries of shape {queries.shape}; give a row for each query.")
     if not np.all(np.abs(queries) <= 1):  # also NaN
         raise ValueError("a query has values outside [-1, 1]; divide it by its largest one.")
+    # zeros of either sign have other bytes: adding 0.0, or subtracting from it, makes them one
     rows = {row.tobytes() for row in np.ascontiguousarray(queries + 0.0)}
     if not all(row.tobytes() in rows for row in np.ascontiguousarray(0.0 - queries)):
         raise ValueError(
