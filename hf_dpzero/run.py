@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from hf_dpzero.batches.logical_batch import Rows
+    from hf_dpzero.batches.logical_batch import LogicalBatch, Rows
     from hf_dpzero.batches.shapes import PassShapes
     from hf_dpzero.ledger.trajectory import Trajectory
     from hf_dpzero.privacy.noise import NoiseSource
@@ -43,6 +43,9 @@ class Method(Protocol):
     @property
     def weights(self) -> Weights:
         """Noted where the run leaves them, compared before it goes on."""
+
+    def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
+        """Takes a step; returns its un-noised statistics (private), None if no data was read."""
 
     def settle_(self) -> None:
         """Makes the parameters hold theta."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import torch
 from datasets import Dataset
 from transformers import (
@@ -105,3 +106,20 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 def same(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def with_lora(model) -> peft.PeftModel:
+    """The model under a new adapter, the same one in every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+        return peft.get_peft_model(model, settings)
+
+
+def with_groups(data: Dataset, every: int = 5) -> Dataset:
+    """Every fifth row is of the group `few`, the others are of `many`."""
+    names = ["few" if i % every == 0 else "many" for i in range(len(data))]
+    return data.add_column("where", names)
+
+
+GROUPS = {"group_robust.column": "where", "group_robust.shares": {"few": 0.2, "many": 0.8}}

@@ -64,7 +64,7 @@ class RunState(NamedTuple):
     started_from: str
 
 
-def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
+def checkpoint_of(output_dir: Path, resume: str | bool | None) -> str | None:
     """Returns the checkpoint that `resume_from_checkpoint` means.
 
     Args:
@@ -84,9 +84,9 @@ def checkpoint_of(output_dir: str, resume: str | bool | None) -> str | None:
                 "last one in output_dir."
             )
         return resume or None
-    if complete := complete_checkpoints(Path(output_dir)):
+    if complete := complete_checkpoints(output_dir):
         return str(complete[-1])
-    if not (Path(output_dir) / LEDGER_NAME).is_file():
+    if not (output_dir / LEDGER_NAME).is_file():
         raise ValueError(
             f"{output_dir} has no checkpoint and no {LEDGER_NAME} to resume from: a run that was "
             "killed before it had a ledger released nothing; start it without resume_from_checkpoint."

@@ -122,7 +122,18 @@ def by_group(
         whole = dict(compute(prediction))
         if groups.count != _rows(prediction.label_ids):
             return whole | _unmatched("prediction")
-        parts = {key: _tried(compute, prediction, own, key) for key, own in groups.rows.items()}
+        parts: dict[str, Mapping[str, Any]] = {}
+        for key, rows in groups.rows.items():
+            names = ("predictions", "label_ids", "inputs", "losses")
+            fields = {name: getattr(prediction, name, None) for name in names}
+            own = {name: _taken(v, rows) for name, v in fields.items() if v is not None}
+            try:
+                parts[key] = compute(EvalPrediction(**own))
+            except (ValueError, ArithmeticError, LookupError) as error:
+                kind = type(error).__name__
+                logger.warning_once(
+                    f"compute_metrics raised {kind} for group {key!r}: no metrics of it."
+                )
         return whole | _named(parts)
 
     return measured
@@ -131,18 +142,6 @@ def by_group(
 def _unmatched(what: str) -> dict[str, float]:
     logger.warning_once(f"not one {what} for each row: no metrics of single groups.")
     return {}
-
-
-def _tried(
-    compute: Metrics, prediction: EvalPrediction, rows: np.ndarray, key: str
-) -> Mapping[str, Any]:
-    """A group's metrics; none where they cannot be computed, as those of all rows could be."""
-    try:
-        return compute(_chosen(prediction, rows))
-    except (ValueError, ArithmeticError, LookupError) as error:
-        kind = type(error).__name__
-        logger.warning_once(f"compute_metrics raised {kind} for group {key!r}: no metrics of it.")
-        return {}
 
 
 def _named(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -156,15 +155,6 @@ def _named(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
                 every.setdefault(metric, []).append(value)  # type: ignore[arg-type]
     worst = {m: max if _SMALLER_IS_BETTER.search(m) else min for m in every}
     return single | {f"worst_group_{m}": worst[m](values) for m, values in every.items()}
-
-
-def _chosen(prediction: EvalPrediction, rows: np.ndarray) -> EvalPrediction:
-    """The prediction of some rows."""
-    fields = {"predictions": prediction.predictions, "label_ids": prediction.label_ids}
-    for name in ("inputs", "losses"):
-        if getattr(prediction, name, None) is not None:
-            fields[name] = getattr(prediction, name)
-    return EvalPrediction(**{name: _taken(value, rows) for name, value in fields.items()})
 
 
 def _taken(value: Any, rows: np.ndarray) -> Any:

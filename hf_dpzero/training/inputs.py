@@ -25,17 +25,6 @@ FUNCTIONS = (
 )
 
 
-def checked_config(args: object) -> DPZeroConfig:
-    """`args`; refuses anything but a `DPZeroConfig`.
-
-    Raises:
-      ValueError: says what it is.
-    """
-    if not isinstance(args, DPZeroConfig):
-        raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
-    return args
-
-
 def by_name(kind: type, positional: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments behind `model` and `args` by their names in the class that the mixin stands over.
 
@@ -54,7 +43,7 @@ def by_name(kind: type, positional: Sequence[Any], settings: Mapping[str, Any]) 
         names += [name for name in here if name not in names]
         if "__init__" in vars(parent) and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
             break
-    given = dict(zip(names[2:], positional, strict=False))
+    given = dict(zip(names[2:], positional, strict=False))  # the first two are model and args
     if len(given) < len(positional) or given.keys() & settings.keys():
         raise TypeError(
             f"{kind.__name__} takes {names}: {len(positional) + 2} arguments without a name are too "
@@ -93,8 +82,9 @@ def load_inputs(
     peft_config = settings.pop("peft_config", None)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
-        if settings.get("processing_class") is None and (found := load_processing(name)):
-            settings["processing_class"] = found
+        if settings.get("processing_class") is None:
+            with contextlib.suppress(OSError, ValueError):  # the folder has none
+                settings["processing_class"] = transformers.AutoProcessor.from_pretrained(name)
         model = load_named(name, args.seed, own_loss is not None)
     if peft_config is not None:
         model = with_adapter(model, peft_config, args.seed)
@@ -189,26 +179,15 @@ def load_named(name: str, seed: int, has_loss: bool = False) -> nn.Module:
             model = kind.from_pretrained(name, dtype=torch.float32)
         except SafetensorError as error:
             raise ValueError(f"model={name!r}: its weights are damaged ({error}).") from error
-    if not has_loss:
-        _check_head(name, model)
-    return model
-
-
-def _check_head(name: str, model: nn.Module) -> None:
     try:
-        select_objective(model)
+        if not has_loss:
+            select_objective(model)
     except ValueError:
         raise ValueError(
             f"model={name!r} was saved as a {type(model).__name__}, without a head with a loss: load "
             "it with the head to be trained, AutoModelForCausalLM.from_pretrained say, and pass that."
         ) from None
-
-
-def load_processing(name: str) -> Any:
-    """The tokenizer or processor of a folder or Hub id; None where there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        return transformers.AutoProcessor.from_pretrained(name)
-    return None
+    return model
 
 
 def with_adapter(model: Any, peft_config: object, seed: int) -> nn.Module:

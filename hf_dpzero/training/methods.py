@@ -284,6 +284,7 @@ class FirstOrderMethod:
         check_weights(self.run, batch["step"])
         parts: Sequence[Any] = batch["microbatches"]
         if self.run.args.clipping == "averaged":
+            # Microbatches of one group follow each other, and none has examples of two.
             last = itertools.accumulate(batch["examples"])
             paired = zip((batch["groups"][end - 1] for end in last), parts, strict=True)
             by_group = itertools.groupby(paired, key=operator.itemgetter(0))

@@ -77,19 +77,11 @@ def notebook_progress() -> type[TrainerCallback]:
     """The notebook's progress bar and table with the spent epsilon where the training loss was."""
     from transformers.utils import notebook
 
-    class Table(notebook.NotebookTrainingTracker):
-        """Rows of steps (or epochs), spent epsilon and metrics."""
-
-        epsilon: float | str = ""
-
-        def write_line(self, values: dict[str, Any]) -> None:
-            values = {k: v for k, v in values.items() if k != "Training Loss"}
-            super().write_line({**values, "Epsilon": self.epsilon})
-
     class NotebookPrivacyCallback(notebook.NotebookProgressCallback):
         """`NotebookProgressCallback` for runs whose loss is private."""
 
         training_tracker: Any
+        epsilon = ""
 
         def on_train_begin(
             self,
@@ -99,9 +91,8 @@ def notebook_progress() -> type[TrainerCallback]:
             **kwargs: Any,
         ) -> None:
             super().on_train_begin(args, state, control, **kwargs)
-            columns = [self.first_column, "Epsilon"]
-            columns += ["Validation Loss"] if args.eval_strategy != "no" else []
-            self.training_tracker = Table(state.max_steps, columns)
+            # Its own one has a column for the training loss.
+            self.training_tracker = notebook.NotebookTrainingTracker(state.max_steps)
 
         def on_log(
             self,
@@ -113,9 +104,10 @@ def notebook_progress() -> type[TrainerCallback]:
         ) -> None:
             if self.training_tracker is None or not logs or "epsilon" not in logs:
                 return
-            self.training_tracker.epsilon = f"{logs['epsilon']:.3f}"
+            self.epsilon = f"{logs['epsilon']:.3f}"
             if args.eval_strategy == "no":
-                self.training_tracker.write_line({"Step": state.global_step})
+                line = {"Step": state.global_step, "Epsilon": self.epsilon}
+                self.training_tracker.write_line(line)
 
         def on_evaluate(
             self,
@@ -125,13 +117,17 @@ def notebook_progress() -> type[TrainerCallback]:
             metrics: Mapping[str, float] | None = None,
             **kwargs: Any,
         ) -> None:
-            if self.training_tracker is not None:
-                super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
-                return
-            shown = {k: v for k, v in (metrics or {}).items() if "_per_second" not in k}
-            rows = [list(shown), list(shown.values())]
-            notebook.disp.display(notebook.disp.HTML(notebook.text_to_html_table(rows)))
-            self.prediction_bar = None
+            left_out = ("_per_second", "_runtime", "epoch")
+            shown = {k: v for k, v in (metrics or {}).items() if not k.endswith(left_out)}
+            if self.training_tracker is None:
+                rows = [list(shown), list(shown.values())]
+                notebook.disp.display(notebook.disp.HTML(notebook.text_to_html_table(rows)))
+            else:
+                named = {{"eval_loss": "Validation Loss"}.get(k, k): v for k, v in shown.items()}
+                line = {"Step": state.global_step, "Epsilon": self.epsilon, **named}
+                self.training_tracker.write_line(line)
+                self.training_tracker.remove_child()
+            self.prediction_bar, self._force_next_update = None, True
 
     return NotebookPrivacyCallback
 
@@ -188,7 +184,7 @@ class RunCallback(TrainerCallback):
         """Says what runs, once, on rank 0."""
         self._seconds, self._paid = [], self.run.opened.next_step
         self._first_epoch = state.global_step // self.run.plan.sampler.steps_per_epoch
-        if state.global_step == 0:
+        if state.global_step == 0:  # later the checkpoint's optimizer has the rate
             follow_scheduler(**kwargs)
         if _speaks(args, state):
             tqdm.write(banner(self.run, report_of(self.run)))

@@ -39,8 +39,10 @@ from hf_dpzero.run_folder.base_model import check_frozen, copy_initial_values
 from hf_dpzero.run_folder.folder import report_of
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.training import evaluation, termination
-from hf_dpzero.training.methods import ZerothOrderMethod
+from hf_dpzero.training.first_order_step import FirstOrderStep
+from hf_dpzero.training.methods import FirstOrderMethod, ZerothOrderMethod
 from hf_dpzero.training.texts import TextRows
+from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
 
@@ -99,9 +101,9 @@ class PublishingTrainer(Trainer):
         return self._run
 
     @property
-    def output_dir(self) -> str:
+    def output_dir(self) -> Path:
         """Where the run keeps its files."""
-        return str(self.args.output_dir)
+        return Path(str(self.args.output_dir))
 
     @property
     def trajectory(self) -> Trajectory | None:
@@ -109,12 +111,14 @@ class PublishingTrainer(Trainer):
         return self._run.ledger if self._run else None
 
     @property
-    def method(self) -> Any:
-        """What takes the run's steps: a `ZerothOrderMethod` or a `FirstOrderMethod`."""
-        return self.run.method
+    def method(self) -> ZerothOrderMethod | FirstOrderMethod:
+        """What takes the run's steps."""
+        method = self.run.method
+        assert isinstance(method, ZerothOrderMethod | FirstOrderMethod)
+        return method
 
     @property
-    def step(self) -> Any:
+    def step(self) -> ZerothOrderStep | FirstOrderStep:
         """The run's `ZerothOrderStep` or `FirstOrderStep`."""
         return self.method.step
 
@@ -190,6 +194,7 @@ class PublishingTrainer(Trainer):
         self.compute_metrics = evaluation.by_group(compute, groups, self.args)
         self._losses = [] if groups is not None and compute is None else None
         self.shard_()
+        # Trainer prepares, and so wraps, a model that Accelerate does not know.
         if self.shards and not self.accelerator._models:
             self.accelerator._models.append(self.model)
         # Compiled code would make a graph for each shape of an evaluation.
@@ -310,6 +315,7 @@ class PublishingTrainer(Trainer):
         save = super()._save_checkpoint
 
         def write(folder: str) -> None:
+            # Into a draft, which becomes the checkpoint once it is whole.
             self._get_output_dir = lambda trial=None: folder  # type: ignore[method-assign,misc]
             try:
                 save(model, trial)
@@ -326,7 +332,10 @@ class PublishingTrainer(Trainer):
         self._termination.cuts = True
         try:
             super()._maybe_log_save_evaluate(*given, **named)
-        except (Exception, termination.Terminated):  # an evaluation that is cut short
+        except (
+            Exception,
+            termination.Terminated,
+        ):  # a cut evaluation's; the second is no Exception
             if collectives.active() or not collectives.stop.asked:
                 raise
         finally:
@@ -338,7 +347,7 @@ class PublishingTrainer(Trainer):
         """Leaves training after SIGTERM, with a checkpoint of this step that can be resumed."""
         weights_alone = self.args.save_only_model
         if self._saved_step != self.state.global_step or weights_alone:
-            self.args.save_only_model = False
+            self.args.save_only_model = False  # nothing goes on from weights alone
             try:
                 self._save_checkpoint(self.model, None)
             finally:
@@ -348,7 +357,7 @@ class PublishingTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder, run = Path(output_dir or self.output_dir), self._run
-        checkpoints.refuse_checkpoint(Path(self.output_dir), folder)
+        checkpoints.refuse_checkpoint(self.output_dir, folder)
         if self._tainted:
             raise ValueError(self._tainted)
         if run is not None and run.begun:
@@ -373,7 +382,7 @@ class PublishingTrainer(Trainer):
         """Writes the privacy card as README.md in output_dir, once `save_model` wrote a report there."""
         if not self.args.should_save:
             return
-        if (Path(self.output_dir) / REPORT_FILE).exists():
+        if (self.output_dir / REPORT_FILE).exists():
             hub.write_model_card(self.output_dir)
         else:  # some trainers ask for a card at every checkpoint
             logger.warning_once(
@@ -414,12 +423,12 @@ class PublishingTrainer(Trainer):
                 f"not used by the model card, which follows from the run: {', '.join(card)}"
             )
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.save_model(_internal_call=True)
+        self.save_model(_internal_call=True)  # else it would push by itself
         if not self.args.should_save:
             return None
         return hub.push(
             self.output_dir,
-            self.args.hub_model_id or Path(self.output_dir).absolute().name,
+            self.args.hub_model_id or self.output_dir.absolute().name,
             private=(self.args.hub_private_repo if private is None else private) is not False,
             token=token or self.args.hub_token,
             commit_message=commit_message,

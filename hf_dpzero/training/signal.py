@@ -223,44 +223,6 @@ def some_numbers(vectors: Sequence[Tensor]) -> np.ndarray:
     return np.asarray(torch.cat(chosen))
 
 
-@dataclass
-class WeightSize:
-    """The norm of the trained weights as public numbers have it: the start's, and updates in quadrature.
-
-    Updates along fresh random directions are nearly orthogonal to each other and to the weights.
-
-    Attributes:
-      start: Euclidean norm of the weights before the first update.
-      dimension: d, number of trained coordinates.
-    """
-
-    start: float
-    dimension: int
-    _moved: float = 0.0
-
-    @property
-    def norm(self) -> float:
-        """Present norm; at least `LEAST_SIZE` for each coordinate."""
-        least = LEAST_SIZE * math.sqrt(self.dimension)
-        return max(least, math.sqrt(self.start**2 + self._moved))
-
-    def exceeded_by(self, update: float) -> bool:
-        """Counts an update of that norm; whether it is more than the norm of the weights before it.
-
-        >>> size = WeightSize(start=3.0, dimension=4)
-        >>> size.exceeded_by(4.0), size.exceeded_by(4.5), size.norm > 6.7
-        (True, False, True)
-        """
-        exceeded = update > self.norm
-        self._moved += update**2
-        return exceeded
-
-
-def first_look(planned_steps: int) -> int:
-    """The step after which a run is judged: a quarter of those planned, at least 20."""
-    return max(LEAST_STEPS, math.ceil(planned_steps / 4))
-
-
 class SignalCallback(TrainerCallback):
     """Tells a run that fails to learn: warns once of each thing, names the setting, stops where asked.
 
@@ -279,11 +241,12 @@ class SignalCallback(TrainerCallback):
 
     run: Run
     signal: ReleasedSignal
-    _size: WeightSize | None
 
     def open(self, run: Run) -> None:
         """Starts anew, for a run whose ledger is open."""
-        self.run, self._size, self._said_large = run, None, False
+        self.run, self._said_large = run, False
+        # d, and the sum of squares of the weights' norm; of parameters in parts known once it trains
+        self._dimension, self._squares = 0, 0.0
         self.signal = ReleasedSignal(run.plan.mechanism, run.plan, run.args.num_directions)
 
     def logs(self) -> dict[str, float]:
@@ -295,10 +258,12 @@ class SignalCallback(TrainerCallback):
         """Measures the weights that updates are compared with; others may write to them from here on."""
         self.run.method.weights.note()
         norms = [float(torch.linalg.vector_norm(p, dtype=torch.float64)) for p in self._trained()]
-        norm, size = math.hypot(*norms), num_trainable(self.run.model, None)
+        self._squares, self._dimension = (
+            math.hypot(*norms) ** 2,
+            num_trainable(self.run.model, None),
+        )
         if is_split(self.run.model):
-            norm = math.sqrt(sum_over_processes([norm**2])[0])
-        self._size = WeightSize(norm, size)
+            self._squares = sum_over_processes([self._squares])[0]
 
     def on_step_end(
         self,
@@ -310,18 +275,20 @@ class SignalCallback(TrainerCallback):
         """Adds the step, and says what it shows."""
         trajectory = self.run.opened
         release = trajectory.get(state.global_step - 1)
-        if release is None or self._size is None:
+        if release is None or not self._dimension:
             return
         if self.run.plan.mechanism.replayable:
             self.signal.follow(trajectory.releases)
         update = self._update_norm(release)
         if not math.isfinite(update) or (self.run.args.first_order and not self._finite()):
             self._stop_not_finite(state, control)
-        elif self._size.exceeded_by(update) and not self._said_large:
-            self._said_large = True
-            _say(state, self._large(release, update))
+        elif update * update > max(self._squares, self._dimension * LEAST_SIZE**2):
+            self._say_large(state, release, update)
+        # Updates along fresh random directions are nearly orthogonal to each other and to the weights.
+        self._squares += update * update
         replayed = trajectory.next_step > state.global_step  # was looked at when it was taken
-        if state.global_step == first_look(self.run.plan.steps) and not replayed:
+        first_look = max(LEAST_STEPS, math.ceil(self.run.plan.steps / 4))
+        if state.global_step == first_look and not replayed:
             self._look(state, control)
 
     def on_log(
@@ -342,6 +309,7 @@ class SignalCallback(TrainerCallback):
         return [part for part in map(local, trained) if part.numel()]
 
     def _finite(self) -> bool:
+        # The largest magnitude, because squares overflow in half precision.
         norms = [torch.linalg.vector_norm(p, ord=math.inf).float() for p in self._trained()]
         finite = not norms or all(math.isfinite(norm) for norm in torch.stack(norms).tolist())
         if is_split(self.run.model):
@@ -354,9 +322,7 @@ class SignalCallback(TrainerCallback):
         AdamW moves no coordinate by much more than the learning rate, which stands for it. Of a dense
         zeroth-order update the noise is counted.
         """
-        args, rate = self.run.args, release.learning_rate
-        assert self._size is not None
-        root = math.sqrt(self._size.dimension)
+        args, rate, root = self.run.args, release.learning_rate, math.sqrt(self._dimension)
         if self.run.plan.mechanism.replayable:
             terms = terms_of(self.run.opened, release.step)
             return root * math.hypot(*(term.coefficient for term in terms))
@@ -367,36 +333,32 @@ class SignalCallback(TrainerCallback):
             return rate * root if math.isfinite(norm) else norm
         return rate * (min(norm, args.max_grad_norm) if args.max_grad_norm else norm)
 
-    def _large(self, release: Release, update: float) -> str:
+    def _say_large(self, state: TrainerState, release: Release, update: float) -> None:
+        if self._said_large:
+            return
+        self._said_large = True
         chosen = "learning_rate" in self.run.chosen
         advice = (
             "It was chosen from the plan, not by you: give a smaller learning_rate in the next run."
-            if chosen
-            else "Lower it."
         )
-        return (
+        advice = advice if chosen else "Lower it."
+        _say(
+            state,
             f"step {release.step} moved the trained weights by about {update:.2g}, more than their own "
-            f"norm: learning_rate={release.learning_rate:g} is far too large. {advice}"
+            f"norm: learning_rate={release.learning_rate:g} is far too large. {advice}",
         )
 
     def _stop_not_finite(self, state: TrainerState, control: TrainerControl) -> None:
         if not control.should_training_stop:
-            rate = self.run.args.learning_rate
-            _say(
-                state,
-                f"the weights or their update are no longer finite: lower learning_rate={rate:g}. "
-                + self._stopped(state),
-            )
+            text = "the weights or their update are no longer finite: lower learning_rate="
+            _say(state, f"{text}{self.run.args.learning_rate:g}. {self._stopped(state)}")
         control.should_training_stop = True
 
     def _look(self, state: TrainerState, control: TrainerControl) -> None:
         whole = self.signal.whole
-        if (
-            whole is None
-            or self.signal.steps < LEAST_STEPS
-            or whole.visible
-            or self.run.args.on_no_signal == "ignore"
-        ):
+        if whole is None or whole.visible or self.run.args.on_no_signal == "ignore":
+            return
+        if self.signal.steps < LEAST_STEPS:  # after a resume of a first-order run
             return
         text = (
             f"the releases cannot be told from noise so far: released_signal={whole.ratio:.2g} over "
@@ -425,11 +387,11 @@ def advice(args: DPZeroConfig) -> str:
         if args.target_epsilon is not None
         else f"lower noise_multiplier={args.noise_multiplier:g}"
     )
-    causes = [f"{noise}, or raise expected_batch_size={args.expected_batch_size:g}, for less noise"]
+    causes = []
     if args.clipping == "fixed":
-        causes.insert(
-            0, f"lower clip={args.clip:g} if the {what} of most examples are far below it"
-        )
+        causes = [f"lower clip={args.clip:g} if the {what} of most examples are far below it"]
+    size = f"expected_batch_size={args.expected_batch_size:g}"
+    causes.append(f"{noise}, or raise {size}, for less noise")
     if not args.first_order:
         causes.append(f"raise smoothing={args.smoothing:g} if losses are rounded that coarsely")
     causes.append(f"lower learning_rate={args.learning_rate:g} if it broke the model")

@@ -173,6 +173,7 @@ class TextRows:
         if isinstance(dataset, datasets.Dataset):
             # Formats decide what a cell looks like, and the function is to see what is stored.
             stored = dataset.with_format(None)
+            # One process tokenises, and the others read its cache.
             with self.args.main_process_first(desc=f"preparing {name}"):
                 return stored.map(function, with_indices=True, remove_columns=stored.column_names)
         if isinstance(dataset, datasets.IterableDataset):

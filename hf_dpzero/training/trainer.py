@@ -43,7 +43,7 @@ from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import copied, learning_rate, rate_hint, resolve
 from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import progress, termination
-from hf_dpzero.training.inputs import by_name, checked_config, load_inputs
+from hf_dpzero.training.inputs import by_name, load_inputs
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
     LearningRates,
@@ -108,7 +108,8 @@ class DPZeroMixin(PublishingTrainer):
         noise: NoiseSource | None = None,
         **settings: Any,
     ) -> None:
-        args = checked_config(args)
+        if not isinstance(args, DPZeroConfig):
+            raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
         progress.quiet_replicas(args)
         collectives.check_world(args)
         collectives.check_one_device(args, model)
@@ -130,6 +131,7 @@ class DPZeroMixin(PublishingTrainer):
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
         if fsdp.uses_fsdp2(self.accelerator, self.model, args):
+            # Trainer's own FSDP would cut, load and save by other rules.
             self.shards, self.is_fsdp_enabled = True, False
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = own_loss
@@ -147,6 +149,7 @@ class DPZeroMixin(PublishingTrainer):
         self.watch = SignalCallback()
         self._termination = termination.TerminationCallback()
         self._banner = progress.RunCallback()
+        # First, so that the user's callbacks see the rate and the epoch of this step.
         self.callback_handler.callbacks[:0] = [self._termination, self._banner, self.watch]
 
     # ------------------------------------------------------------------ the run
@@ -359,7 +362,7 @@ class DPZeroMixin(PublishingTrainer):
         )
         return DataLoader(
             batches,
-            batch_size=None,
+            batch_size=None,  # an item is a step's whole batch
             sampler=StepSampler(run.plan, lambda: self.state.global_step),
             num_workers=self.args.dataloader_num_workers,
             worker_init_fn=termination.left_to_parent,
@@ -389,9 +392,10 @@ class DPZeroMixin(PublishingTrainer):
             method = ZerothOrderMethod(run, self._method_state)
         run.method = method
         self.optimizer = optimizer = method.optimizer or super().create_optimizer(model)
-        optimizer.register_step_pre_hook(self._rates.check)
+        optimizer.register_step_pre_hook(self._rates.check)  # callbacks run after the release too
         run.resources.enter_context(method.weights)
         if self.args.first_order:
+            # Between two steps the optimizer alone may write.
             optimizer.register_step_pre_hook(lambda *_: method.weights.check())
             optimizer.register_step_post_hook(lambda *_: method.weights.note())
         return optimizer
@@ -418,7 +422,7 @@ class DPZeroMixin(PublishingTrainer):
                 f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
             )
         try:
-            statistics = self.method.take(inputs, self._rates.take(self.optimizer))
+            statistics = self._run.method.take(inputs, self._rates.take(self.optimizer))
         except ParameterChanged:
             self._tainted = _WRITTEN
             raise

@@ -20,12 +20,7 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_dpzero import (
-    DPZeroConfig,
-    DPZeroMixin,
-    DPZeroSeq2SeqConfig,
-    DPZeroSeq2SeqTrainer,
-)
+from hf_dpzero import DPZeroConfig, DPZeroMixin, DPZeroSeq2SeqConfig, DPZeroSeq2SeqTrainer
 
 
 class ScoringTrainer(Trainer):
@@ -135,17 +130,10 @@ def test_evaluation_generates_after_private_steps(tmp_path, method):
     if method == "dp-sgd":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("fc" in name)
-    settings = {"num_directions": 2} if method == "dpzero" else {}
-    args = config(tmp_path, method=method, max_steps=2, **settings).to_dict()
-    chosen = {
-        n: args[n] for n in ("target_delta", "noise_multiplier", "clip", "max_steps", "method")
-    }
     trainer = DPZeroSeq2SeqTrainer(
         model=model,
-        args=DPZeroSeq2SeqConfig(
-            output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True,
-            save_strategy="no", expected_batch_size=12, microbatch_size=4, predict_with_generate=True,
-            generation_max_length=6, **chosen, **settings,
+        args=seq2seq_config(
+            tmp_path, method=method, clip=5.0, predict_with_generate=True, generation_max_length=6
         ),
         train_dataset=pairs(60, 1),
         eval_dataset=pairs(20, 2),

@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from test_overrides import rates, schedule
-from tiny_runs import build, same, tiny_data, tiny_model, weights
+from tiny_runs import SECRET, build, same, tiny_data, tiny_model, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_dpzero.ledger.log_file import LedgerError
@@ -126,22 +126,12 @@ def test_a_resumed_run_counts_epochs_as_a_straight_one(tmp_path):
 @pytest.mark.parametrize("ends", [{4}, {4, 12}, {1, 2}])
 def test_a_callback_ends_the_epoch_and_not_the_run(tmp_path, ends):
     ours, _, events = beside(tmp_path, 64, 8, ends, num_train_epochs=3, **PER_EPOCH)
-    taken = ours.state.global_step
+    taken, whole = ours.state.global_step, ours.plan.epsilon(ours.run.delta)
     assert max(ends) < taken < ours.plan.steps == 24
     assert len([event for event in events if event[0] == "epoch"]) == 3
     report = ours.privacy_report()
     assert ours.trajectory.next_step == report.steps == taken
-    assert (
-        report.epsilon
-        == ours.plan.epsilon(ours.run.delta, at=taken)
-        < ours.plan.epsilon(ours.run.delta)
-    )
-
-
-def test_a_callback_ends_an_epoch_of_a_number_of_steps(tmp_path):
-    """16 steps are 2 epochs of 8: the first ends after 4, and the second is whole."""
-    ours, theirs, _ = beside(tmp_path, 64, 8, {4}, max_steps=16)
-    assert ours.state.global_step == theirs.state.global_step == 12
+    assert report.epsilon == ours.plan.epsilon(ours.run.delta, at=taken) < whole
 
 
 # ---- callbacks that set the rate
@@ -184,34 +174,16 @@ def test_a_rate_that_a_callback_sets_is_taken_written_and_logged(tmp_path, metho
     assert [log["learning_rate"] for log in ours.state.log_history if "epsilon" in log] == used
 
 
-def test_a_rate_of_zero_moves_nothing(tmp_path):
-    """The rate is that of the update, not of the ledger alone."""
-    stay = SetRate(dict.fromkeys(range(6), 0.0))
-    for method in ("dpzero", "dp-adamw"):
-        trainer = build(tmp_path / method, method=method, trainer_settings={"callbacks": [stay]})
-        before = weights(trainer.model)
-        trainer.train()
-        if method == "dp-adamw":  # zeroth order puts weights on a grid first
-            assert same(before, weights(trainer.model))
-        assert rates(trainer) == [0.0] * 6
-
-
-def test_a_rate_set_by_a_callback_survives_a_resume(tmp_path):
+def test_rates_of_a_callback_and_of_a_given_scheduler_survive_a_resume(tmp_path):
+    """The scheduler is one of another optimizer."""
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    given = [SetRate({2: 0.5}, "on_step_end")]
-    whole = build(tmp_path, trainer_settings={"callbacks": given}, **fields)
+    given = {"optimizers": (None, schedule()), "callbacks": [SetRate({2: 0.5}, "on_step_end")]}
+    whole = build(tmp_path, trainer_settings=given, **fields)
     whole.train()
-    assert rates(whole)[2] == 0.5
-    again = build(tmp_path, **fields)
+    assert rates(whole) == [0.02, 0.01, 0.5, 0.0025]
+    again = build(tmp_path, trainer_settings={"optimizers": (None, schedule())}, **fields)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert same(weights(whole.model), weights(again.model))
-
-
-def test_a_scheduler_of_another_optimizer_and_a_callback_go_together(tmp_path):
-    given = {"optimizers": (None, schedule()), "callbacks": [SetRate({1: 0.5})]}
-    trainer = build(tmp_path, max_steps=3, trainer_settings=given)
-    trainer.train()
-    assert rates(trainer) == [0.02, 0.5, 0.005]
 
 
 def test_rates_that_the_ledger_could_not_say_are_refused(tmp_path):
@@ -270,14 +242,8 @@ def test_a_push_honours_what_trainers_push_takes(tmp_path, pushed, caplog):
         def on_push_begin(self, args, state, control, **kwargs):
             begun.append(args.hub_model_id)
 
-    fields = {
-        "noise_multiplier": None,
-        "target_epsilon": 3.0,
-        "hub_model_id": "me/x",
-        "max_steps": 1,
-    }
-    fields |= {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
-    trainer = build(tmp_path, trainer_settings={"callbacks": [Watch()]}, **fields)
+    fields = {"noise_multiplier": None, "target_epsilon": 3.0, "hub_model_id": "me/x", **SECRET}
+    trainer = build(tmp_path, trainer_settings={"callbacks": [Watch()]}, max_steps=1, **fields)
     trainer.train()
     trainer.push_to_hub(**given, tags=["a"], model_name="b")
     assert {name: pushed[name] for name in given} == given

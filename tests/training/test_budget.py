@@ -9,9 +9,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import tiny_runs
 import torch
-from tiny_runs import build, same, tiny_data, tiny_model, weights
+from tiny_runs import build, same, stopping, tiny_data, tiny_model, weights, with_lora
 from transformers import BertForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 
 from hf_dpzero import PrivacyPlan, PrivacyReport, Trajectory
@@ -20,26 +22,7 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.verification import report_of
 
-SECRET: dict[str, Any] = {
-    "testing.sampler_key": None,
-    "testing.insecure_noise_seed": None,
-    "max_steps": 4,
-}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int, error: type[BaseException] | None = None) -> None:
-        self.step, self.error = step, error
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= self.step:
-            control.should_training_stop = True
-            if self.error:
-                raise self.error
-
-
-def stopping(step: int, error: type[BaseException] | None = None) -> dict[str, Any]:
-    return {"callbacks": [StopAt(step, error)]}
+SECRET = {**tiny_runs.SECRET, "max_steps": 4}
 
 
 def loaded(folder: Path) -> Any:
@@ -176,22 +159,10 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
     settings = {**SECRET, "save_strategy": "steps", "save_steps": 1}
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path, trainer_settings=stopping(3, KeyboardInterrupt), **settings).train()
-    (tmp_path / "checkpoint-2" / "dpzero_state.json").unlink()
+    (tmp_path / "checkpoint-3" / "dpzero_state.json").unlink()
     trainer = build(tmp_path, **settings)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.privacy_report().steps == 4
-
-
-def test_a_refused_resume_names_what_differs_line_by_line(tmp_path: Path) -> None:
-    settings = {**SECRET, "save_strategy": "steps", "save_steps": 2}
-    build(tmp_path, **settings).train()
-    with pytest.raises(LedgerError) as refused:
-        build(tmp_path, clip=6.0, weight_decay=0.5, **settings).train(resume_from_checkpoint=True)
-    lines = str(refused.value).splitlines()
-    assert "  plan.mechanism.clip: 5.0 -> 6.0" in lines
-    assert "  weight_decay: 0.0 -> 0.5" in lines
-    assert any(line.startswith("  decayed: [] -> [") for line in lines) and len(lines) == 5
-    assert "put the values on the left back" in lines[-1]
 
 
 # ---- runs that extend others
@@ -272,12 +243,10 @@ def test_an_extended_run_resumes_with_what_it_extends(tmp_path: Path) -> None:
 
 
 def test_a_run_that_stopped_counts_with_its_steps(tmp_path: Path) -> None:
-    trainer = build(tmp_path / "first", trainer_settings=stopping(2), **SECRET)
-    trainer.train()
-    trainer.save_model()
-    second = build(
-        tmp_path / "b", loaded(tmp_path / "first"), extends_run=str(tmp_path / "first"), **SECRET
-    )
+    first = first_run(tmp_path / "first", trainer_settings=stopping(2))
+    assert first.privacy_report().steps == 2
+    settings = {**SECRET, "extends_run": str(tmp_path / "first")}
+    second = build(tmp_path / "b", loaded(tmp_path / "first"), **settings)
     assert second.plan.after[0][1] == 2
     second.train()
     assert any("counts with the 2 of 4 steps" in text for text in second.privacy_report().caveats)
@@ -303,20 +272,9 @@ def test_the_same_model_object_goes_on_under_the_total_only(tmp_path: Path) -> N
         build(tmp_path / "third", model, **settings).train()
 
 
-def lora(model: Any) -> Any:
-    import peft
-
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
-        return peft.get_peft_model(model, config)
-
-
 def test_an_adapter_is_extended_on_its_base(tmp_path: Path) -> None:
-    import peft
-
     tiny_model().save_pretrained(tmp_path / "base")
-    trainer = build(tmp_path / "first", lora(loaded(tmp_path / "base")), **SECRET)
+    trainer = build(tmp_path / "first", with_lora(loaded(tmp_path / "base")), **SECRET)
     trainer.train()
     trainer.save_model()
 
@@ -331,7 +289,7 @@ def test_an_adapter_is_extended_on_its_base(tmp_path: Path) -> None:
     base = loaded(tmp_path / "base")
     with torch.no_grad():
         base.bert.embeddings.word_embeddings.weight.add_(1.0)
-    for model in (adapter(base), lora(loaded(tmp_path / "base"))):
+    for model in (adapter(base), with_lora(loaded(tmp_path / "base"))):
         with pytest.raises(ValueError, match="are not what the run in"):
             build(tmp_path / "third", model, **settings).train()
 

@@ -11,7 +11,6 @@ nothing to do with their texts, no signal at all, or the loss of other tokens th
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -33,92 +32,30 @@ Rows = list[dict[str, Any]]
 
 PRIVATE_ROWS = 4000
 SETTINGS = {
-    "method": "dpzero",
-    "target_epsilon": 8.0,
-    "num_directions": 8,
-    "max_steps": 40,
-    "clip": 2.0,
-    "smoothing": 0.01,
-    "lr_scheduler_type": "linear",
-    "max_seq_length": 48,
-    "per_device_train_batch_size": 64,
-    "per_device_eval_batch_size": 100,
-    "logging_strategy": "no",
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
+    "method": "dpzero", "target_epsilon": 8.0, "num_directions": 8, "max_steps": 40, "clip": 2.0,
+    "smoothing": 0.01, "lr_scheduler_type": "linear", "max_seq_length": 48,
+    "per_device_train_batch_size": 64, "per_device_eval_batch_size": 100, "logging_strategy": "no",
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+}  # fmt: skip
+
+
+REVIEWS = {"task": "sst2", "expected_batch_size": 64}
+ROOMS = {
+    "name": "rooms", "fields": ["context", "question"], "answers": "answer", "metric": "squad",
+    "prompts": {"causal_lm": {"template": toy_tasks.ROOM_TEMPLATE}},
+}  # fmt: skip
+MASKED = {**REVIEWS, "prompt": "masked_lm", "learning_rate": 0.01}
+CAUSAL = {**REVIEWS, "prompt": "causal_lm", "learning_rate": 0.02}
+CANDIDATES = {
+    **CAUSAL,
+    "label_words": ["a terrible one", "a great one"],
+    "expected_batch_size": 32,
 }
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task in the toy language.
-
-    Attributes:
-      model: fixture of the model that has read it.
-      rows: (count, seed) -> rows.
-      label: the column that answers.
-      settings: of the recipe.
-      description: of the task, where it is none of the registered ones.
-    """
-
-    model: str
-    rows: Callable[[int, int], Rows]
-    label: str
-    settings: Mapping[str, Any]
-    description: Mapping[str, Any] | None = None
-
-
-REVIEWS: dict[str, Any] = {"rows": toy_tasks.review_rows, "label": "label"}
-MASKED = Task(
-    model="masked_lm",
-    settings={
-        "task": "sst2",
-        "prompt": "masked_lm",
-        "learning_rate": 0.01,
-        "expected_batch_size": 64,
-    },
-    **REVIEWS,
-)
-CAUSAL = Task(
-    model="causal_lm",
-    settings={
-        "task": "sst2",
-        "prompt": "causal_lm",
-        "learning_rate": 0.02,
-        "expected_batch_size": 64,
-    },
-    **REVIEWS,
-)
-CANDIDATES = dataclasses.replace(
-    CAUSAL,
-    settings={
-        **CAUSAL.settings,
-        "label_words": ["a terrible one", "a great one"],
-        "expected_batch_size": 32,
-    },
-)
-ANSWERS = Task(
-    model="causal_lm",
-    rows=toy_tasks.room_rows,
-    label="answer",
-    settings={
-        "prompt": "causal_lm",
-        "max_new_tokens": 4,
-        "peft_method": "lora",
-        "lora_r": 2,
-        "learning_rate": 0.03,
-        "expected_batch_size": 32,
-    },
-    description={
-        "name": "rooms",
-        "fields": ["context", "question"],
-        "answers": "answer",
-        "metric": "squad",
-        "prompts": {"causal_lm": {"template": toy_tasks.ROOM_TEMPLATE}},
-    },
-)
+ANSWERS = {
+    "prompt": "causal_lm", "max_new_tokens": 4, "peft_method": "lora", "lora_r": 2,
+    "learning_rate": 0.03, "expected_batch_size": 32,
+}  # fmt: skip
+"""Settings of recipes; without `task` it is that of `ROOMS`."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +106,11 @@ class Outcome:
         """Share of the first loss that is left."""
         return self.after["loss"] / self.before["loss"]
 
+    def check_private(self) -> None:
+        """The run spent the budget that it was given, with noise of the operating system."""
+        assert self.trainer.privacy_report().private and 0 < self.trainer.epsilon_spent <= 8.0
+        assert self.trainer.trajectory.next_step == self.trainer.plan.steps
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Callable[[str], Path]:
@@ -195,33 +137,30 @@ def models(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def fine_tune(models, tmp_path_factory) -> Callable[..., Outcome]:
-    """(task, rows=..., broken=..., **settings) -> what a run of the recipe reaches."""
+    """(settings, rows=..., broken=..., **settings) -> what a run of the recipe reaches."""
 
     def run(
-        task: Task,
+        task: Mapping[str, Any],
         rows: Callable[[Rows, str], Rows] = lambda rows, label: rows,
         broken: Callable[[Any], Any] = lambda honest: honest,
         **settings: Any,
     ) -> Outcome:
         folder = tmp_path_factory.mktemp("run")
-        private = rows(task.rows(PRIVATE_ROWS, 1), task.label)
+        reviews = "task" in task
+        made = toy_tasks.review_rows if reviews else toy_tasks.room_rows
+        private = rows(made(PRIVATE_ROWS, 1), "label" if reviews else "answer")
         files = {
             "train_file": str(toy_tasks.write_rows(folder / "train.jsonl", private)),
-            "validation_file": str(
-                toy_tasks.write_rows(folder / "public.jsonl", task.rows(200, 2))
-            ),
-            "model_name_or_path": str(models(task.model)),
+            "validation_file": str(toy_tasks.write_rows(folder / "public.jsonl", made(200, 2))),
+            "model_name_or_path": str(models(task["prompt"])),
             "output_dir": str(folder / "out"),
+            "task": str(folder / "task.yaml"),
         }
-        if task.description is not None:
-            (folder / "task.yaml").write_text(json.dumps(task.description))
-            files["task"] = str(folder / "task.yaml")
+        (folder / "task.yaml").write_text(json.dumps(ROOMS))
         (folder / "recipe.yaml").write_text(json.dumps(files))
-        trainer = build_trainer(
-            load_recipe(folder / "recipe.yaml", {**SETTINGS, **task.settings, **settings})
-        )
-        honest = trainer.per_example_loss
-        before = scores(trainer)
+        overrides = {**SETTINGS, **task, **settings}
+        trainer = build_trainer(load_recipe(folder / "recipe.yaml", overrides))
+        honest, before = trainer.per_example_loss, scores(trainer)
         trainer.per_example_loss = broken(honest)
         trainer.train()
         trainer.per_example_loss = honest
@@ -231,25 +170,13 @@ def fine_tune(models, tmp_path_factory) -> Callable[..., Outcome]:
 
 
 def scores(trainer: DPZeroTrainer) -> dict[str, float]:
-    found = trainer.evaluate()
-    return {
-        name: found[f"eval_{name}"]
-        for name in ("loss", "accuracy", "f1")
-        if f"eval_{name}" in found
-    }
+    found, names = trainer.evaluate(), ("loss", "accuracy", "f1")
+    return {name: found[f"eval_{name}"] for name in names if f"eval_{name}" in found}
 
 
 def flipped(rows: Rows, label: str) -> Rows:
     """Praise is called blame, and blame praise."""
     return [{**row, label: 1 - row[label]} for row in rows]
-
-
-def assert_private(outcome: Outcome) -> None:
-    """The run spent the budget that it was given, with noise of the operating system."""
-    report = outcome.trainer.privacy_report()
-    assert report.private
-    assert 0 < outcome.trainer.epsilon_spent <= 8.0
-    assert outcome.trainer.trajectory.next_step == outcome.trainer.plan.steps
 
 
 # ---- the loss
@@ -261,7 +188,7 @@ LEARNT, NOTHING = 0.3, 0.6
 def test_masked_lm_learns_what_its_label_words_mean(models, fine_tune):
     """At first both words are as likely; the labels alone say which of them praises."""
     learnt = fine_tune(MASKED)
-    assert_private(learnt)
+    learnt.check_private()
     assert learnt.before["loss"] == pytest.approx(0.693, abs=0.05)  # log 2: it knows nothing
     assert learnt.loss < LEARNT
     assert learnt.after["accuracy"] > 0.95
@@ -280,7 +207,7 @@ def test_masked_lm_learns_nothing_from_a_broken_objective(fine_tune):
 def test_causal_lm_learns_what_its_label_words_mean(fine_tune, task):
     """ " great" and " terrible" after the prompt; " a great one" and " a terrible one"."""
     learnt = fine_tune(task)
-    assert_private(learnt)
+    learnt.check_private()
     assert learnt.loss < LEARNT
     assert learnt.after["accuracy"] > 0.95
 
@@ -289,7 +216,7 @@ def test_causal_lm_learns_what_its_label_words_mean(fine_tune, task):
 def test_causal_lm_learns_to_answer(fine_tune):
     """At first it names the second thing; greedy answers become right, word for word."""
     learnt = fine_tune(ANSWERS)
-    assert_private(learnt)
+    learnt.check_private()
     assert learnt.loss < LEARNT
     assert learnt.before["f1"] < 0.1
     assert learnt.after["f1"] > 0.9
@@ -304,14 +231,9 @@ def test_causal_lm_does_not_learn_to_answer_from_the_loss_of_the_prompt(fine_tun
 # ---- what has no gradient
 
 BY_ACCURACY = {
-    "objective": "accuracy",
-    "trainable": "layer.1|lm_head",
-    "num_directions": 4,
-    "expected_batch_size": 16,
-    "max_steps": 15,
-    "smoothing": 0.05,
-    "learning_rate": 0.05,
-}
+    "objective": "accuracy", "trainable": "layer.1|lm_head", "num_directions": 4,
+    "expected_batch_size": 16, "max_steps": 15, "smoothing": 0.05, "learning_rate": 0.05,
+}  # fmt: skip
 """Every example is evaluated alone, so few of them, and fewer weights, which need fewer steps."""
 
 
@@ -324,7 +246,7 @@ def test_accuracy_itself_is_trained_on(fine_tune):
     """
     right = fine_tune(MASKED, **BY_ACCURACY)
     wrong = fine_tune(MASKED, rows=flipped, **BY_ACCURACY)
-    assert_private(right)
+    right.check_private()
     assert right.before["accuracy"] < 0.6
     assert right.after["accuracy"] > 0.85
     assert right.loss < 0.8
@@ -333,14 +255,9 @@ def test_accuracy_itself_is_trained_on(fine_tune):
 
 
 BY_F1 = {
-    "objective": "f1",
-    "max_new_tokens": 2,
-    "num_directions": 8,
-    "expected_batch_size": 8,
-    "max_steps": 45,
-    "smoothing": 0.1,
-    "learning_rate": 0.02,
-}
+    "objective": "f1", "max_new_tokens": 2, "num_directions": 8, "expected_batch_size": 8,
+    "max_steps": 45, "smoothing": 0.1, "learning_rate": 0.02,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -351,6 +268,6 @@ def test_f1_itself_is_trained_on(fine_tune):
     settings on shuffled answers four runs reached 0 to 0.17, of honest ones seven 0.72 to 0.97.
     """
     learnt = fine_tune(ANSWERS, **BY_F1)
-    assert_private(learnt)
+    learnt.check_private()
     assert learnt.before["f1"] < 0.1
     assert learnt.after["f1"] > 0.5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ from transformers import (
 )
 
 from hf_dpzero.batches.shapes import PassShapes, unmasked
-from hf_dpzero.checks.precision import check_precision, couples_values
+from hf_dpzero.checks.precision import couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training.methods import prepare
 
@@ -83,34 +85,23 @@ def test_coupled_rounding_in_bfloat16_is_caught_and_falls_back(tmp_path, caplog)
     assert "every example is evaluated by itself" in caplog.text
     report = trainer.privacy_report()
     assert report.forward_passes == "one example"
-    assert not any("rounding" in caveat for caveat in report.caveats)
     found = differences(trainer, list(range(12)))
     assert found == differences(trainer, list(range(12))[::-1])
-
-
-def test_the_same_coupling_is_found_by_the_test_above(tmp_path):
-    """Without the trial, a removed example does move the others."""
-    objective = {"compute_per_example_loss": RoundsByNeighbours()}
-    trainer = trainer_of(tmp_path, tiny_model().bfloat16(), trainer_settings=objective)
-    trainer.train()
-    import dataclasses
-
+    # In passes of four, which the trial refused, a removed example does move the others.
     trainer.run.shapes = dataclasses.replace(trainer.run.shapes, placement=passes_of(4))
     whole = differences(trainer, list(range(24)))
     parts = [differences(trainer, [i for i in range(24) if i != r]) for r in range(6)]
     assert not all(part.items() <= whole.items() for part in parts)
 
 
-def test_the_report_says_how_losses_were_evaluated(tmp_path):
-    trainer = trainer_of(tmp_path, tiny_model().bfloat16())
+@pytest.mark.parametrize(("size", "told"), [(4, "fixed shapes"), (1, "one example")])
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_the_report_says_how_losses_were_evaluated(tmp_path, method, size, told):
+    model = tiny_model().bfloat16() if method == "dpzero" else tiny_model()
+    trainer = trainer_of(tmp_path, model, method=method, microbatch_size=size, max_steps=1)
     trainer.train()
     report = trainer.privacy_report()
-    assert report.forward_passes == "fixed shapes"
-    assert not any("rounding" in caveat for caveat in report.caveats)
-    first_order = build(tmp_path / "sgd", method="dp-sgd", max_steps=1)
-    first_order.train()
-    report = first_order.privacy_report()
-    assert report.forward_passes == "fixed shapes"
+    assert report.forward_passes == told and trainer.run.shapes.one_by_one == (size == 1)
     assert not any("rounding" in caveat for caveat in report.caveats)
 
 
@@ -229,8 +220,6 @@ def configured(**settings: Any) -> nn.Module:
     ],
 )
 def test_quantisation_that_looks_at_other_rows_values_is_known(make: Any, reason: str):
-    import re
-
     found = couples_values(make())
     assert re.search(reason, found) if reason else not found
 
@@ -248,9 +237,3 @@ def test_dynamic_quantisation_is_no_matter_of_shapes(tmp_path, caplog):
     trainer = trainer_of(tmp_path, model, trainable="classifier")
     prepare(trainer.run)
     assert trainer.run.shapes.one_by_one and "every example is evaluated by itself" in caplog.text
-
-
-def test_gradients_in_low_precision_still_take_one_example():
-    args = SimpleNamespace(bf16=True, tf32=False, mixed_precision="bf16", physical_batch_size=2)
-    with pytest.raises(ValueError, match="bf16=True with microbatch_size=2.*dpzero"):
-        check_precision(nn.Linear(2, 2), args)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_runs import build, config, tiny_data, tiny_model
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, default_data_collator
+from transformers import Trainer, default_data_collator
 
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.checks.overrides import INSTEAD, overriding
@@ -142,26 +142,6 @@ def test_optimizers_are_refused(tmp_path):
                 build(tmp_path, method=method, trainer_settings=settings)
 
 
-def test_a_scheduler_sets_the_rates_of_a_zeroth_order_run(tmp_path):
-    trainer = build(tmp_path, max_steps=3, trainer_settings={"optimizers": (None, schedule())})
-    trainer.train()
-    assert rates(trainer) == [0.02, 0.01, 0.005]
-
-
-def test_a_scheduler_goes_on_after_a_resume(tmp_path):
-    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 2
-
-    given = {"optimizers": (None, schedule()), "callbacks": [Stop()]}
-    build(tmp_path, trainer_settings=given, **settings).train()
-    again = build(tmp_path, trainer_settings={"optimizers": (None, schedule())}, **settings)
-    again.train(resume_from_checkpoint=True)
-    assert rates(again) == [0.02, 0.01, 0.005]
-
-
 def test_schedulers_that_would_not_be_followed_are_refused(tmp_path):
     given = {"trainer_settings": {"optimizers": (None, schedule())}}
     with pytest.raises(ValueError, match="method='dp-sgd' sets the rates of an optimizer"):
@@ -182,39 +162,3 @@ def test_an_overridden_create_scheduler_is_used(tmp_path, method):
     trainer = made(Mine, tmp_path, method=method, max_steps=2)
     trainer.train()
     assert rates(trainer) == pytest.approx([1e-2, 1e-3])
-
-
-# ---- callbacks
-
-
-class Stop(TrainerCallback):
-    """Stops after two steps, in one of two ways."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Sets a flag."""
-        if state.global_step == 2:
-            setattr(control, self.name, True)
-
-
-@pytest.mark.parametrize("name", ["should_training_stop", "should_epoch_stop"])
-def test_a_callback_that_stops_is_accounted(tmp_path, name):
-    trainer = build(tmp_path, trainer_settings={"callbacks": [Stop(name)]})
-    trainer.train()
-    report = trainer.privacy_report()
-    assert trainer.trajectory.next_step == trainer.state.global_step == report.steps == 2
-    assert (
-        report.epsilon == trainer.plan.epsilon(trainer.run.delta, at=2) < trainer.plan.epsilon(1e-3)
-    )
-
-
-def test_early_stopping_works(tmp_path):
-    trainer = build(
-        tmp_path,
-        trainer_settings={"callbacks": [EarlyStoppingCallback(1, 1e9)]},
-        **{"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
-    )
-    trainer.train()
-    assert trainer.trajectory.next_step == trainer.privacy_report().steps == 2

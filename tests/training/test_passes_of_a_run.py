@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tiny_runs import tiny_model
-from torch.nn.utils.rnn import pad_sequence
+from tiny_texts import pad
 from transformers import TrainerCallback
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer
@@ -40,15 +40,6 @@ def rows(count, seed):
     lengths = torch.randint(3, WIDEST - 2, (count,), generator=generator).tolist()
     tokens = [torch.randint(5, 200, (n,), generator=generator).tolist() for n in lengths]
     return [{"input_ids": t, "attention_mask": [1] * len(t), "labels": t[0] % 2} for t in tokens]
-
-
-def padded(batch):
-    names = ("input_ids", "attention_mask")
-    columns = {n: [torch.tensor(row[n]) for row in batch] for n in names}
-    return {
-        **{name: pad_sequence(column, batch_first=True) for name, column in columns.items()},
-        "labels": torch.tensor([row["labels"] for row in batch]),
-    }
 
 
 class Counter(TrainerCallback):
@@ -101,7 +92,7 @@ def test_passes_before_and_inside_the_first_three_steps(tmp_path, monkeypatch, n
         ),
         train_dataset=rows(2000, seed=1),
         eval_dataset=rows(300, seed=2) if evaluated else None,
-        data_collator=padded,
+        data_collator=pad,
         callbacks=[counter],
     )  # fmt: skip
     trainer.train()

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import tiny_runs
 import torch
+import torch._dynamo.config as dynamo
+import torch._inductor.config as inductor
 from tiny_texts import pad, texts
 from torch import nn
 from transformers import TrainerCallback
 
 from hf_dpzero import DPZeroTrainer
-from hf_dpzero.estimators.arithmetic import compile_, uncached_autocast, unwrapped
+from hf_dpzero.estimators.arithmetic import uncached_autocast, unwrapped
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import is_compiled
@@ -30,17 +32,20 @@ INDUCTOR = pytest.param(
     ],
 )
 
+DYNAMO = (
+    "automatic_dynamic_shapes", "recompile_limit", "accumulated_recompile_limit",
+    "fail_on_recompile_limit_hit",
+)  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = torch._dynamo.config
-    names = ("automatic_dynamic_shapes", "recompile_limit", "accumulated_recompile_limit")
-    before = {name: getattr(config, name) for name in names}
+    before = {name: getattr(dynamo, name) for name in DYNAMO[:3]}
     yield
     for name, value in before.items():
-        setattr(config, name, value)
+        setattr(dynamo, name, value)
 
 
 def graphs() -> int:
@@ -119,6 +124,7 @@ def classification_batch() -> dict[str, torch.Tensor]:
     [
         ("eager", "in place"),
         ("eager", "wrapped"),
+        ("eager", "unwrapped"),
         ("eager", "one layer"),
         ("aot_eager", "in place"),
     ],
@@ -127,8 +133,11 @@ def test_compiled_code_sees_the_perturbation(tiny_bert, backend: str, way: str):
     batch, plain = classification_batch(), tiny_bert()
     expected = per_example(plain, batch)
     model: Any = tiny_bert()
-    if way == "wrapped":
-        model = torch.compile(model, backend=backend)
+    if way in ("wrapped", "unwrapped"):
+        inner, model = model, torch.compile(model, backend=backend)
+        if way == "unwrapped":
+            model = unwrapped(model)
+            assert model is inner and is_compiled(model)
     else:
         (model if way == "in place" else model.bert.encoder.layer[0]).compile(backend=backend)
     found = per_example(model, batch)
@@ -165,34 +174,6 @@ def test_a_frozen_prefix_is_not_reused_in_compiled_models(tiny_bert):
     assert (found - expected).abs().max() <= tolerance(frozen(), batch)
 
 
-def test_unwrapped_gives_the_model_compiled_in_place(tiny_bert):
-    model = tiny_bert()
-    assert unwrapped(model) is model and not is_compiled(model)
-    inner = unwrapped(torch.compile(model, backend="eager"))
-    assert inner is model and is_compiled(model)
-    batch = classification_batch()
-    found = per_example(inner, batch)
-    assert graphs() == 1
-    assert (found - per_example(tiny_bert(), batch)).abs().max() <= tolerance(tiny_bert(), batch)
-    assert not any(name.startswith("_orig_mod") for name, _ in inner.named_parameters())
-
-
-def test_weights_folded_into_constants_are_refused(tiny_bert):
-    """Inductor's freezing would leave every loss at theta: x = 0 for everyone, and only noise."""
-    import torch._inductor.config as inductor
-
-    class Args:
-        torch_compile, torch_compile_backend, torch_compile_mode = False, "inductor", None
-
-    model = tiny_bert()
-    with inductor.patch(freezing=True):
-        compile_(model, Args)  # nothing is compiled: nothing to refuse
-        model.compile(backend="eager")
-        with pytest.raises(ValueError, match="freezing is on.*TORCHINDUCTOR_FREEZING"):
-            compile_(model, Args)
-    compile_(model, Args)
-
-
 # ---- in the trainer
 
 
@@ -213,16 +194,6 @@ def values(trainer: DPZeroTrainer) -> torch.Tensor:
     return torch.tensor([release.values[0] for release in trainer.trajectory.releases])
 
 
-def test_torch_compile_true_reaches_the_steps(tmp_path, tiny_bert):
-    """Hugging Face's compiled wrapper is not what a step evaluates; the model itself is compiled."""
-    expected = values(build(tmp_path / "plain", tiny_bert(), max_steps=1))
-    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
-    found = values(build(tmp_path / "compiled", tiny_bert(), **settings))
-    assert graphs() > 0
-    assert torch.allclose(found, expected, rtol=0, atol=1e-3)
-    assert expected.abs().min() > 1e-2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", INDUCTOR])
 def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend: str):
@@ -236,16 +207,6 @@ def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend
     rows = [
         {"input_ids": one, "attention_mask": [1] * len(one), "labels": one[0] % 2} for one in ids
     ]
-
-    def pad(some: list[Any]) -> dict[str, torch.Tensor]:
-        width = max(len(row["input_ids"]) for row in some)
-        more = [width - len(row["input_ids"]) for row in some]
-        made = {
-            n: [r[n] + [0] * m for r, m in zip(some, more)] for n in ("input_ids", "attention_mask")
-        }
-        return {
-            n: torch.tensor(v) for n, v in {**made, "labels": [r["labels"] for r in some]}.items()
-        }
 
     settings = {"torch_compile": True, "torch_compile_backend": backend, "expected_batch_size": 16}
     given, rows = {"eval_dataset": rows[60:]}, rows[:60]
@@ -269,42 +230,35 @@ def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend
     assert graphs() == after_all >= len(widths)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "frozen"),
+    ("backend", "frozen", "already"),
     [
-        ("aot_eager", r"attention|classifier"),
-        pytest.param(*INDUCTOR.values, None, marks=INDUCTOR.marks),
+        ("eager", None, False),
+        pytest.param("aot_eager", r"attention|classifier", False, marks=pytest.mark.slow),
+        pytest.param(*INDUCTOR.values, None, False, marks=INDUCTOR.marks),
+        pytest.param("eager", None, True, marks=pytest.mark.slow),
     ],
 )
-def test_torch_compile_true_trains_the_same(tmp_path, tiny_bert, backend: str, frozen: str | None):
-    """Losses differ by float32 rounding, values by that over 2 lambda: about 1e-5."""
+def test_compiled_models_train_the_same_and_save(tmp_path, tiny_bert, backend, frozen, already):
+    """By the settings, or compiled before. Values differ by float32 rounding over 2 lambda: 1e-5."""
     small = {"num_hidden_layers": 1}  # to compile a layer takes seconds
     plain = build(tmp_path / "plain", tiny_bert(**small), trainable=frozen)
-    expected = values(plain)
-    settings = {"torch_compile": True, "torch_compile_backend": backend, "trainable": frozen}
-    compiled = build(tmp_path / "compiled", tiny_bert(**small), **settings)
-    found = values(compiled)
-    assert graphs() > 0  # the steps ran compiled code
-    assert torch.allclose(found, expected, rtol=0, atol=1e-3)
-    assert expected.abs().min() > 1e-2
+    expected, model = values(plain), tiny_bert(**small)
+    settings: dict[str, Any] = {"trainable": frozen}
+    if already:
+        model.compile(backend=backend)
+    else:
+        settings |= {"torch_compile": True, "torch_compile_backend": backend}
+    compiled = build(tmp_path / "compiled", model, **settings)
+    assert torch.allclose(values(compiled), expected, rtol=0, atol=1e-3)
+    assert graphs() > 0 and expected.abs().min() > 1e-2  # the steps ran compiled code
     assert is_compiled(compiled.model)
     assert compiled.trajectory.header["trainable"] == plain.trajectory.header["trainable"]
     public_loss = plain.evaluate()["eval_loss"]
     assert compiled.evaluate()["eval_loss"] == pytest.approx(public_loss, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_a_model_that_is_compiled_already_trains_the_same_and_saves(tmp_path, tiny_bert):
-    expected = values(build(tmp_path / "plain", tiny_bert()))
-    model = tiny_bert()
-    model.compile(backend="eager")
-    trainer = build(tmp_path / "compiled", model)
-    assert torch.allclose(values(trainer), expected, rtol=0, atol=1e-3)
-    assert graphs() > 0
-    trainer.save_model()
+    compiled.save_model()
     again = type(model).from_pretrained(tmp_path / "compiled")
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in compiled.model.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter)
 
 
@@ -417,28 +371,27 @@ def test_training_under_the_users_own_autocast_is_refused(tmp_path, tiny_bert):
         trainer.train()
 
 
-def test_the_refusal_of_freezing_is_asked_by_the_trainer(tmp_path, tiny_bert):
-    import torch._inductor.config as inductor
-
-    trainer = build(tmp_path, tiny_bert(), torch_compile=True, torch_compile_backend="eager")
-    with inductor.patch(freezing=True), pytest.raises(ValueError, match="freezing is on"):
+@pytest.mark.parametrize("own", [False, True])
+def test_weights_folded_into_constants_are_refused(tmp_path, tiny_bert, own: bool):
+    """Inductor's freezing would leave every loss at theta: x = 0 for everyone, and only noise."""
+    model = tiny_bert()
+    if own:
+        model.compile(backend="eager")
+    settings = {} if own else {"torch_compile": True, "torch_compile_backend": "eager"}
+    trainer = build(tmp_path, model, **settings)
+    words = "freezing is on.*TORCHINDUCTOR_FREEZING"
+    with inductor.patch(freezing=True), pytest.raises(ValueError, match=words):
         trainer.train()
 
 
 def test_dynamo_is_left_as_it_was_and_stops_at_its_limit(tmp_path, monkeypatch):
     """The settings hold inside train() alone; a graph too many raises, where torch would run eagerly."""
-    import torch._dynamo.config as dynamo
-
-    names = (
-        "automatic_dynamic_shapes", "recompile_limit", "accumulated_recompile_limit",
-        "fail_on_recompile_limit_hit",
-    )  # fmt: skip
-    before = {name: getattr(dynamo, name) for name in names}
+    before = {name: getattr(dynamo, name) for name in DYNAMO}
     inside = []
 
     class Look(TrainerCallback):
         def on_step_end(self, *args: Any, **settings: Any) -> None:
-            inside.append({name: getattr(dynamo, name) for name in names})
+            inside.append({name: getattr(dynamo, name) for name in DYNAMO})
 
     def trainer_of(folder: Any) -> Any:
         own = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
@@ -454,10 +407,10 @@ def test_dynamo_is_left_as_it_was_and_stops_at_its_limit(tmp_path, monkeypatch):
     trainer.add_callback(Look())
     trainer.train()
     assert inside[0]["fail_on_recompile_limit_hit"] and inside[0]["recompile_limit"] == 4096
-    assert {name: getattr(dynamo, name) for name in names} == before
+    assert {name: getattr(dynamo, name) for name in DYNAMO} == before
     monkeypatch.setattr("hf_dpzero.estimators.arithmetic.GRAPHS", 1)
     monkeypatch.setattr(dynamo, "recompile_limit", 1)
     torch._dynamo.reset()
     with pytest.raises(Exception, match="recompile_limit"):  # rows of 8 and of 16 columns
         trainer_of(tmp_path / "more").train()
-    assert {name: getattr(dynamo, name) for name in names} == {**before, "recompile_limit": 1}
+    assert {name: getattr(dynamo, name) for name in DYNAMO} == {**before, "recompile_limit": 1}

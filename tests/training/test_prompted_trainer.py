@@ -61,10 +61,7 @@ def test_examples_that_are_evaluated_alone_share_no_pass(tmp_path, models):
 
 def test_shared_passes_are_refused_by_name(tmp_path, models):
     trainer = trainer_of(
-        tmp_path,
-        models,
-        objective="accuracy",
-        performance={"perturbation_strategy": "stacked"},
+        tmp_path, models, objective="accuracy", performance={"perturbation_strategy": "stacked"}
     )
     with pytest.raises(ValueError, match="stacked"):
         trainer.train()

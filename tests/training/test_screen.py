@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import build, tiny_model
+from tiny_runs import SECRET, build, tiny_model
 from transformers import trainer as hf_trainer
 from transformers.trainer_callback import ProgressCallback
 from transformers.utils import logging as hf_logging
 
 from hf_dpzero import DPZeroConfig
 from hf_dpzero.training import progress
-
-SECRET: dict[str, Any] = {"testing.sampler_key": None, "testing.insecure_noise_seed": None}
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import build, tiny_data, tiny_model
+from tiny_runs import build, same, tiny_data, tiny_model, weights
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, default_data_collator
 
@@ -43,17 +43,60 @@ def test_rows_that_do_not_couple_run_together(tmp_path, method: str):
     assert checked(tmp_path, method=method, **settings).shapes.placement.sizes == ALL
 
 
-@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
-def test_a_batch_mean_is_refused(tmp_path, method: str):
+def by_labels(losses: Tensor, inputs: Any) -> Tensor:
+    """Weights of classes over their mean in the batch: with equal labels no loss shows it."""
+    own = torch.tensor([1.0, 2.0])[inputs["labels"]]
+    return losses * own / own.mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (lambda losses, _: losses + losses.mean(), {}),
+        (lambda losses, _: losses + losses.mean(), {"method": "dp-sgd"}),
+        (by_labels, {}),
+        *[  # the longest row of a batch
+            (lambda losses, inputs: losses * inputs["attention_mask"].sum(1).max(), size)
+            for size in ({"microbatch_size": 4}, {"microbatch_size": 8}, {"microbatch_size": 64})
+        ],
+    ],
+)
+def test_losses_that_depend_on_other_examples_are_refused(tmp_path, change, settings):
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):
-        checked(tmp_path, moved(lambda losses, _: losses + losses.mean()), method=method)
+        checked(tmp_path, moved(change), **settings)
 
 
-def test_coupling_as_small_as_rounding_runs_one_by_one(tmp_path, caplog):
+PUBLIC = tiny_data(40, seed=9)
+KNOWN = {tuple(row) for data in (tiny_data(), PUBLIC) for row in data["input_ids"]}
+
+
+def known(inputs: Any) -> Tensor:
+    """Whether a row is one of the data and not an invented one, bool [B]."""
+    return torch.tensor([tuple(ids[:8].tolist()) in KNOWN for ids in inputs["input_ids"]])
+
+
+def refusing(losses: Tensor, inputs: Any) -> Tensor:
+    if not known(inputs).all():
+        raise ValueError("an unknown row")
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda losses, _: losses + 2e-5 * losses.mean(), "other bits beside other examples"),
+        (refusing, "does not take rows invented in the form of row 0 (ValueError)"),
+        (
+            lambda losses, inputs: torch.where(known(inputs), losses, torch.nan),
+            "the loss of an invented row is NaN or infinite",
+        ),
+    ],
+)
+def test_what_cannot_be_seen_to_be_apart_runs_one_by_one(tmp_path, caplog, change, words):
+    """Coupling as small as rounding, and losses that invented rows do not show."""
     logging.getLogger("transformers").propagate = True
-    run = checked(tmp_path, moved(lambda losses, _: losses + 2e-5 * losses.mean()))
-    assert run.shapes.one_by_one
-    assert "other bits beside other examples" in caplog.text and "by itself" in caplog.text
+    run = checked(tmp_path, moved(change), trainer_settings={"eval_dataset": PUBLIC})
+    assert run.shapes.one_by_one and words in caplog.text and "by itself" in caplog.text
     assert [len(m["labels"]) for m in run.shapes.microbatches([0, 1])] == [1, 1]
 
 
@@ -130,30 +173,14 @@ def test_a_model_that_remembers_is_refused(tmp_path):
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_loss_that_takes_no_invented_rows_runs_one_by_one(tmp_path, caplog):
-    logging.getLogger("transformers").propagate = True
-    known = {tuple(row) for row in tiny_data()["input_ids"]}
-
-    def change(losses: Tensor, inputs: Any) -> Tensor:
-        if not all(tuple(ids[:8].tolist()) in known for ids in inputs["input_ids"]):
-            raise ValueError("an unknown row")
-        return losses
-
-    assert checked(tmp_path, moved(change)).shapes.one_by_one
-    assert "does not take rows invented in the form of row 0 (ValueError)" in caplog.text
-
-
 def test_zeros_are_filled_and_put_back(tmp_path):
     """A head of zeros hides whatever comes before it; a coupling there is found all the same."""
     model = tiny_model()
     nn.init.zeros_(model.classifier.weight)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = weights(model)
     model.bert.pooler.dense.__class__ = CouplesInside
-    run = checked(tmp_path, model=model)
-    assert run.shapes.one_by_one
-    after = dict(run.model.named_parameters())
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not run.model.classifier.weight.any()
+    assert checked(tmp_path, model=model).shapes.one_by_one
+    assert same(weights(model), before) and not model.classifier.weight.any()
 
 
 class MovesByPlace(nn.LayerNorm):
@@ -172,41 +199,6 @@ def test_a_head_of_zeros_does_not_hide_what_places_move(tmp_path, zero: bool):
         nn.init.zeros_(model.classifier.weight)
     model.bert.encoder.layer[-1].output.LayerNorm.__class__ = MovesByPlace
     assert 8 not in checked(tmp_path, model=model, clip=0.5).shapes.placement.sizes
-
-
-def test_coupling_by_labels_is_found(tmp_path):
-    """Weights of classes over their mean in the batch: with equal labels no loss shows it."""
-    weights = torch.tensor([1.0, 2.0])
-
-    def change(losses: Tensor, inputs: Any) -> Tensor:
-        own = weights[inputs["labels"]]
-        return losses * own / own.mean()
-
-    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
-        checked(tmp_path, moved(change))
-
-
-def test_losses_that_invented_rows_make_nan_run_one_by_one(tmp_path, caplog):
-    logging.getLogger("transformers").propagate = True
-    public = tiny_data(40, seed=9)
-    known = {tuple(row) for data in (tiny_data(), public) for row in data["input_ids"]}
-
-    def change(losses: Tensor, inputs: Any) -> Tensor:
-        rows = [tuple(ids[:8].tolist()) in known for ids in inputs["input_ids"]]
-        return torch.where(torch.tensor(rows), losses, torch.nan)
-
-    given = {"eval_dataset": public}
-    assert checked(tmp_path, moved(change), trainer_settings=given).shapes.one_by_one
-    assert "the loss of an invented row is NaN or infinite" in caplog.text
-
-
-@pytest.mark.parametrize("microbatch_size", [4, 8, 64])
-def test_the_longest_row_of_a_batch_is_noticed(tmp_path, microbatch_size: int):
-    def change(losses: Tensor, inputs: Any) -> Tensor:
-        return losses * inputs["attention_mask"].sum(1).max()
-
-    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
-        checked(tmp_path, moved(change), microbatch_size=microbatch_size)
 
 
 @pytest.mark.parametrize("microbatch_size", [8, 16])
@@ -262,12 +254,10 @@ def series_of(tmp_path: Any, lengths: list[int], public: list[int] | None = None
         return nn.functional.cross_entropy(model(inputs["x"]), inputs["labels"], reduction="none")
 
     given = {"compute_per_example_loss": losses, "eval_dataset": public and rows(public)}
-    settings = {"expected_batch_size": 4, "sampling": "full_batch", "max_steps": 1}
-    trainer = build(
-        tmp_path, Series(), data=rows(lengths), trainer_settings=given,
-        remove_unused_columns=False, **{**settings, "expected_batch_size": len(lengths)},
+    return build(
+        tmp_path, Series(), data=rows(lengths), trainer_settings=given, remove_unused_columns=False,
+        expected_batch_size=len(lengths), sampling="full_batch", max_steps=1,
     )  # fmt: skip
-    return trainer
 
 
 def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
@@ -327,8 +317,7 @@ def test_no_private_row_but_row_0_is_evaluated(tmp_path):
         seen.update(row for row in rows if row in private)
         return losses
 
-    public = {"eval_dataset": tiny_data(40, seed=9)}
-    checked(tmp_path, moved(change), data=data, trainer_settings=public)
+    checked(tmp_path, moved(change), data=data, trainer_settings={"eval_dataset": PUBLIC})
     assert {private[row] for row in seen} == {0}
 
 

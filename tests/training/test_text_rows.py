@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from typing import Any
 
@@ -92,14 +93,20 @@ def labelled(encoded: dict[str, list[int]], made: Any) -> str:
     return made.decode([token for token in encoded["labels"] if token != -100])
 
 
-def test_a_prompt_has_no_loss_and_its_completion_ends():
-    made = tokenizer()
-    encoded = Encoder(made, 64)({"prompt": "red 5:", "completion": " great"}, 0)
+def test_where_the_loss_is_and_where_a_row_ends():
+    made, row = tokenizer(), {"prompt": "red 5:", "completion": " great"}
+    encoded = Encoder(made, 64)(row, 0)
     assert made.decode(encoded["input_ids"], skip_special_tokens=True) == "red 5: great"
     assert labelled(encoded, made) == " great</s>"
     assert encoded["input_ids"][0] == made.bos_token_id and encoded["labels"][0] == -100
-    already = Encoder(made, 64)({"prompt": "red 5:", "completion": " great</s>"}, 0)
-    assert already == encoded
+    assert Encoder(made, 64)({**row, "completion": " great</s>"}, 0) == encoded
+    cut = Encoder(made, 3)(row, 0)  # the start is kept, perhaps without any loss
+    assert cut["input_ids"] == encoded["input_ids"][:3] and set(cut["labels"]) == {-100}
+    text = Encoder(made, 64)({"text": "the film"}, 0)
+    assert text["labels"] == text["input_ids"] and text["input_ids"][-1] == made.eos_token_id
+    prompt, completion = [turn("user", "a")], [turn("assistant", "one")]
+    split = Encoder(made, 99)({"prompt": prompt, "completion": completion}, 0)
+    assert split == Encoder(made, 99)({"messages": prompt + completion}, 0)
 
 
 def test_where_a_token_spans_the_border_the_loss_starts_with_it():
@@ -107,13 +114,6 @@ def test_where_a_token_spans_the_border_the_loss_starts_with_it():
     assert len(made(" great", add_special_tokens=False)["input_ids"]) == 1
     encoded = Encoder(made, 64)({"prompt": "red 5: gr", "completion": "eat"}, 0)
     assert labelled(encoded, made) == " great</s>"
-
-
-def test_a_text_has_loss_everywhere():
-    made = tokenizer()
-    encoded = Encoder(made, 64)({"text": "the film"}, 0)
-    assert encoded["labels"] == encoded["input_ids"]
-    assert encoded["input_ids"][-1] == made.eos_token_id
 
 
 @pytest.mark.parametrize(
@@ -135,19 +135,6 @@ def test_a_chat_has_loss_on_the_assistant(template, expected):
 def test_a_chat_without_an_assistant_is_kept_without_loss(template):
     encoded = Encoder(tokenizer(template), 99)({"messages": [turn("user", "a")]}, 0)
     assert encoded["input_ids"] and set(encoded["labels"]) == {-100}
-
-
-def test_a_prompted_chat_is_the_chat_of_both():
-    made = tokenizer()
-    prompt, completion = [turn("user", "a")], [turn("assistant", "one")]
-    split = Encoder(made, 99)({"prompt": prompt, "completion": completion}, 0)
-    assert split == Encoder(made, 99)({"messages": prompt + completion}, 0)
-
-
-def test_truncation_keeps_the_start_and_may_leave_no_loss():
-    made, row = tokenizer(), {"prompt": "red 5:", "completion": " great"}
-    whole, cut = Encoder(made, 64)(row, 0), Encoder(made, 3)(row, 0)
-    assert cut["input_ids"] == whole["input_ids"][:3] and set(cut["labels"]) == {-100}
 
 
 def test_the_tokenization_is_trls(tmp_path, folder):
@@ -172,31 +159,24 @@ def test_the_tokenization_is_trls(tmp_path, folder):
 
 @pytest.mark.parametrize("form", list(FORMS))
 def test_rows_of_text_train_and_one_row_stays_one_example(tmp_path, folder, form):
-    rows = FORMS[form](40)
+    """Also a row that `max_length` leaves no label, under a tokenizer that has no token for padding."""
+    made = tokenizer()
+    made.pad_token = None
+    rows, public = FORMS[form](40), FORMS[form](12, seed=1)
+    if form == "prompt":
+        rows[3]["prompt"] = "red " * 30
+        made.chat_template = None  # which prompts do not need
     trainer = trainer_of(
-        tmp_path,
-        folder,
-        Dataset.from_list(rows),
-        eval_dataset=FORMS[form](12, seed=1),
-        settings={"max_length": 24},
-    )
+        tmp_path, folder, Dataset.from_list(rows), {"max_length": 24}, eval_dataset=public,
+        processing_class=made,
+    )  # fmt: skip
     assert len(trainer.train_dataset) == trainer.plan.sampler.num_examples == 40
     assert set(trainer.train_dataset.column_names) == {"input_ids", "labels"}
+    assert form != "prompt" or set(trainer.train_dataset[3]["labels"]) == {-100}
     trainer.train()
     assert trainer.privacy_report().steps == 2
-    assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
-    assert torch.isfinite(
-        torch.tensor(trainer.evaluate(Dataset.from_list(FORMS[form](8, seed=2)))["eval_loss"])
-    )
-
-
-def test_rows_without_a_label_left_are_kept(tmp_path, folder):
-    rows = prompts(40)
-    rows[3]["prompt"] = "red " * 30
-    trainer = trainer_of(tmp_path, folder, rows, settings={"max_length": 16})
-    assert len(trainer.train_dataset) == 40
-    assert set(trainer.train_dataset[3]["labels"]) == {-100}
-    trainer.train()
+    for other in (None, Dataset.from_list(FORMS[form](8, seed=2))):
+        assert math.isfinite(trainer.evaluate(other)["eval_loss"])
 
 
 def test_max_length_is_at_most_what_the_model_takes(tmp_path, folder):
@@ -231,12 +211,6 @@ def test_a_collator_for_labels_is_used_and_one_of_the_users_gets_the_rows(tmp_pa
     own = trainer_of(tmp_path / "own", folder, texts(30), settings, data_collator=collate)
     assert own.train_dataset[0] == texts(1)[0]
     own.train()
-
-
-def test_a_tokenizer_without_a_pad_token_is_enough(tmp_path, folder):
-    made = tokenizer()
-    made.pad_token = None
-    trainer_of(tmp_path, folder, prompts(30), processing_class=made).train()
 
 
 def test_lengths_of_private_rows_are_not_logged(tmp_path, folder, caplog, monkeypatch):
@@ -285,20 +259,13 @@ def test_collators_that_overwrite_labels_or_join_rows_are_refused(tmp_path, fold
     with pytest.raises(ValueError, match="leave data_collator out"):
         collator = DataCollatorForLanguageModeling(made, mlm=False)
         trainer_of(tmp_path, folder, prompts(9), data_collator=collator)
-    rows = [Encoder(made, 64)(row, i) for i, row in enumerate(prompts(30))]
-    trainer = trainer_of(tmp_path, folder, rows, data_collator=DataCollatorWithFlattening())
-    with pytest.raises(ValueError, match="no packing or flattening"):
-        trainer.train()
-
-
-def test_trls_padding_free_collator_is_refused(tmp_path, folder):
     sft = pytest.importorskip("trl.trainer.sft_trainer")
-    made = tokenizer()
     rows = [Encoder(made, 64)(row, i) for i, row in enumerate(prompts(30))]
-    collator = sft.DataCollatorForLanguageModeling(pad_token_id=1, padding_free=True)
-    trainer = trainer_of(tmp_path, folder, rows, data_collator=collator)
-    with pytest.raises(ValueError, match="no packing or flattening"):
-        trainer.train()
+    free = sft.DataCollatorForLanguageModeling(pad_token_id=1, padding_free=True)
+    for collator in (DataCollatorWithFlattening(), free):
+        trainer = trainer_of(tmp_path, folder, rows, data_collator=collator)
+        with pytest.raises(ValueError, match="no packing or flattening"):
+            trainer.train()
 
 
 # ---------------------------------------------------------------- a model by name, and adapters
@@ -337,22 +304,18 @@ def test_the_same_seed_draws_the_same_adapter(tmp_path, folder):
     assert torch.equal(first, second) and not torch.equal(first, third)
 
 
-def test_a_model_without_a_head_is_refused_by_name(tmp_path, folder):
-    headless = tmp_path / "headless"
-    seeded(lambda: OPTModel.from_pretrained(folder), 0).save_pretrained(headless)
+def test_models_by_name_that_cannot_be_trained_are_refused(tmp_path, folder):
+    """One without a head, and folders whose class transformers does not have."""
+    broken = tmp_path / "broken"
+    seeded(lambda: OPTModel.from_pretrained(folder), 0).save_pretrained(broken)
+    given = {"args": config(tmp_path), "train_dataset": tiny_data()}
     with pytest.raises(ValueError, match="OPTModel.*AutoModelFor"):
-        DPZeroTrainer(model=str(headless), args=config(tmp_path), train_dataset=tiny_data())
-
-
-def test_a_folder_whose_class_is_not_known_is_refused(tmp_path, folder):
-    config_file = folder / "config.json"
-    strange = tmp_path / "strange"
-    strange.mkdir()
+        DPZeroTrainer(model=str(broken), **given)
     for names in (["MyOwnModel"], None):
-        settings = json.loads(config_file.read_text()) | {"architectures": names}
-        (strange / "config.json").write_text(json.dumps(settings))
+        settings = json.loads((folder / "config.json").read_text()) | {"architectures": names}
+        (broken / "config.json").write_text(json.dumps(settings))
         with pytest.raises(ValueError, match="architectures.*from_pretrained"):
-            DPZeroTrainer(model=str(strange), args=config(tmp_path), train_dataset=tiny_data())
+            DPZeroTrainer(model=str(broken), **given)
 
 
 @pytest.mark.parametrize("length", [7, 1024])
@@ -376,7 +339,7 @@ def test_evaluation_rows_without_labels_are_counted_and_private_ones_are_not(
 def test_evaluation_data_may_be_a_stream_of_texts(tmp_path, folder):
     trainer = trainer_of(tmp_path, folder, prompts(20))
     stream = Dataset.from_list(prompts(8, seed=2)).to_iterable_dataset()
-    assert torch.isfinite(torch.tensor(trainer.evaluate(stream)["eval_loss"]))
+    assert math.isfinite(trainer.evaluate(stream)["eval_loss"])
     with pytest.raises(ValueError, match="private"):
         trainer.evaluate(Dataset.from_list(prompts(20)).to_iterable_dataset())
 
@@ -391,23 +354,19 @@ def formatted(row: Any) -> str:
     return f"{row['ask']} {row['reply']}"
 
 
-def test_a_formatting_function_writes_the_text_of_one_row(tmp_path, folder):
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+def test_a_formatting_function_writes_the_text_of_one_row(tmp_path, folder, kind):
     public = [{"ask": f"river {i}:", "reply": "bad"} for i in range(8)]
-    for number, rows in enumerate((QUESTIONS, Dataset.from_list(QUESTIONS))):
-        trainer = trainer_of(
-            tmp_path / str(number), folder, rows, eval_dataset=public, formatting_func=formatted
-        )
-        written = [{"text": formatted(row)} for row in QUESTIONS]
-        plain = trainer_of(tmp_path / "plain", folder, written)
-        assert [row["input_ids"] for row in trainer.train_dataset] == [
-            row["input_ids"] for row in plain.train_dataset
-        ]
-        trainer.train()
-        assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
+    given = {"eval_dataset": public, "formatting_func": formatted}
+    trainer = trainer_of(tmp_path, folder, kind(QUESTIONS), **given)
+    plain = trainer_of(tmp_path, folder, [{"text": formatted(row)} for row in QUESTIONS])
+    ours, theirs = ([row["input_ids"] for row in t.train_dataset] for t in (trainer, plain))
+    assert ours == theirs
+    trainer.train()
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+    for leaked in (QUESTIONS[:4], trainer.train_dataset):
         with pytest.raises(ValueError, match="private"):
-            trainer.evaluate(QUESTIONS[:4])
-        with pytest.raises(ValueError, match="private"):
-            trainer.evaluate(trainer.train_dataset)
+            trainer.evaluate(leaked)
 
 
 PICKY = (
@@ -496,7 +455,3 @@ def test_rows_that_cannot_be_trained_on_are_refused_without_their_content(
     # Rows hold these words; a traceback shows what an error was raised from as well.
     assert not {"secret", "red"} & set(re.findall(r"\w+", str(refusal.value)))
     assert refusal.value.__suppress_context__ or refusal.value.__context__ is None
-
-
-def test_prompts_need_no_chat_template(tmp_path, folder):
-    assert trainer_of(tmp_path, folder, prompts(9), processing_class=tokenizer(None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -11,14 +10,32 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tiny_runs import build, config, same, tiny_data, tiny_model, weights
-from transformers import BertForSequenceClassification, TrainerCallback, default_data_collator
+from tiny_runs import (
+    GROUPS,
+    SECRET,
+    StopAt,
+    build,
+    config,
+    same,
+    stopping,
+    tiny_data,
+    tiny_model,
+    weights,
+    with_groups,
+    with_lora,
+)
+from transformers import (
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    default_data_collator,
+)
 from transformers.utils import logging as hf_logging
 from whole_directions import direction_vector
 
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.estimators.forward_passes import ParameterChanged
-from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -26,6 +43,8 @@ from hf_dpzero.perturbation.directions import Direction, DirectionStream
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.run_folder import keys
+
+GROUPED = {"data": with_groups(tiny_data()), **GROUPS}
 
 # ---- the step is Algorithm 2
 
@@ -136,30 +155,13 @@ def test_replay_rebuilds_the_weights_bit_for_bit(tmp_path, direction):
     assert not same(weights(tiny_model()), weights(rebuilt))
 
 
-class _StopAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
-
-
-class _CrashAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step >= self.step:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("crash_after", [4, 5])  # at a checkpoint, and one step past it
 def test_resume_equals_a_straight_run(tmp_path, crash_after):
     settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 9, "warmup_steps": 3}
     straight = build(tmp_path / "straight", **settings)
     straight.train()
     first = build(
-        tmp_path / "cut", trainer_settings={"callbacks": [_CrashAt(crash_after)]}, **settings
+        tmp_path / "cut", trainer_settings=stopping(crash_after, KeyboardInterrupt), **settings
     )
     with pytest.raises(KeyboardInterrupt):
         first.train()
@@ -174,7 +176,7 @@ def test_resume_equals_a_straight_run(tmp_path, crash_after):
 
 def test_replayed_steps_draw_no_noise_and_touch_no_data(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
-    first = build(tmp_path, trainer_settings={"callbacks": [_CrashAt(5)]}, **settings)
+    first = build(tmp_path, trainer_settings=stopping(5, KeyboardInterrupt), **settings)
     with pytest.raises(KeyboardInterrupt):
         first.train()
 
@@ -208,12 +210,8 @@ def test_interrupt_inside_a_forward_leaves_settled_weights(tmp_path):
     )
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    rebuilt = tiny_model()
-    space = ParameterSpace.from_model(rebuilt)
-    space.snap_()
-    trajectory = Trajectory.load(tmp_path / "trajectory.ledger")
     fresh = tiny_model()
-    replay(fresh, trajectory)
+    replay(fresh, Trajectory.load(tmp_path / "trajectory.ledger"))
     assert same(weights(trainer.model), weights(fresh))
 
 
@@ -255,17 +253,6 @@ def test_only_released_values_are_logged(tmp_path):
     )
 
 
-def test_private_diagnostics_are_opt_in_and_reported(tmp_path):
-    trainer = build(
-        tmp_path,
-        testing={"log_private_diagnostics": True, "insecure_noise_seed": None},
-    )
-    trainer.train()
-    assert any("private_clip_fraction" in row for row in trainer.state.log_history)
-    report = trainer.privacy_report()
-    assert not report.private and "NOT PRIVATE" in str(report)
-
-
 @pytest.mark.parametrize("method", ["mezo", "sgd", "adamw"])
 def test_diagnostics_of_a_run_that_does_not_clip_have_no_share_of_clipped_examples(
     tmp_path, method
@@ -305,9 +292,6 @@ class _Switches(TrainerCallback):
             args.testing.log_private_diagnostics = not args.testing.log_private_diagnostics
 
 
-SECRET = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
-
-
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
 def test_diagnostics_are_what_the_ledger_says_however_a_callback_switches_them(
@@ -320,53 +304,30 @@ def test_diagnostics_are_what_the_ledger_says_however_a_callback_switches_them(
     trainer.train()
     shown = [any("private_" in key for key in row) for row in trainer.state.log_history]
     assert shown[:6] == [on] * 6
+    assert any("private_clip_fraction" in row for row in trainer.state.log_history) is on
     assert trainer.privacy_report().private is not on
+    assert ("NOT PRIVATE" in str(trainer.privacy_report())) is on
     assert "log_private_diagnostics was changed" in caplog.text
     trainer.args.testing.log_private_diagnostics = not on
     assert trainer.privacy_report().log_private_diagnostics is on
-
-
-def test_a_resumed_run_cannot_hide_that_diagnostics_were_logged(tmp_path):
-    given = {"save_strategy": "steps", "save_steps": 2, **SECRET}
-    stopped = {"callbacks": [_StopAt(4)]}
-    build(
-        tmp_path,
-        trainer_settings=stopped,
-        testing={"log_private_diagnostics": True},
-        **given,
-    ).train()
-    with pytest.raises(LedgerError, match="log_private_diagnostics: true -> false"):
-        build(tmp_path, **given).train(resume_from_checkpoint=True)
 
 
 def test_a_diagnostic_is_logged_with_its_own_step_only(tmp_path):
     """The third step is replayed from the ledger, without any row."""
     saved = {"save_strategy": "steps", "save_steps": 2}
     given = {"logging_steps": 1, "testing.log_private_diagnostics": True, **saved, **SECRET}
-    trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(3)]}, **given)
+    trainer = build(tmp_path, trainer_settings=stopping(3), **given)
     trainer.train()
-    trainer.remove_callback(_StopAt)
+    trainer.remove_callback(StopAt)
     trainer.train(resume_from_checkpoint=True)
     shown = ["private_batch_size" in row for row in trainer.state.log_history]
     assert shown[:6] == [True, True, False, True, True, True]
 
 
-def test_report_states_what_was_spent(tmp_path):
-    secret = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
-    trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(3)]}, **secret)
-    trainer.train()
-    report = trainer.privacy_report()
-    assert report.private and report.steps == 3 and report.planned_steps == 6
-    assert report.epsilon == pytest.approx(trainer.plan.epsilon(1e-3, at=3))
-    assert report.epsilon < trainer.plan.epsilon(1e-3)
-    assert report.noise_source == SecureNoise().name
-
-
 def test_insecure_noise_and_mezo_are_not_private(tmp_path):
     insecure = build(tmp_path / "a", testing={"sampler_key": None})
     known_batches = build(tmp_path / "b", testing={"insecure_noise_seed": None})
-    secret = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
-    mezo = build(tmp_path / "c", method="mezo", noise_multiplier=None, **secret)
+    mezo = build(tmp_path / "c", method="mezo", noise_multiplier=None, **SECRET)
     for trainer in (insecure, known_batches, mezo):
         assert not trainer.privacy_report().private
         assert "NOT PRIVATE" in str(trainer.privacy_report())
@@ -387,23 +348,29 @@ def test_secrets_stay_out_of_saved_files(tmp_path, monkeypatch):
     assert secret not in vars(trainer).values()
 
 
-def test_nan_losses_never_reach_the_weights(tmp_path):
+@pytest.mark.parametrize("grouped", [False, True])
+def test_nan_losses_never_reach_the_weights(tmp_path, grouped):
+    """Nor, in group-robust training, the releases of the groups' losses."""
+
     def loss(model, inputs):
         logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
         losses = torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
         return torch.where(inputs["labels"] == 1, torch.nan, losses)
 
-    trainer = build(tmp_path, trainer_settings={"compute_per_example_loss": loss})
+    settings = GROUPED if grouped else {}
+    trainer = build(tmp_path, trainer_settings={"compute_per_example_loss": loss}, **settings)
     trainer.train()
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-    assert trainer.trajectory.next_step == 6
+    values = [v for release in trainer.trajectory.releases for v in release.values]
+    assert len(values) == 6 * (3 if grouped else 1) and all(map(math.isfinite, values))
 
 
-def test_empty_batches_still_release_noise(tmp_path):
-    trainer = build(tmp_path, expected_batch_size=0.01, max_steps=4, clip=0.01)
+@pytest.mark.parametrize("settings", [{}, GROUPED])
+def test_empty_batches_still_release_noise(tmp_path, settings):
+    trainer = build(tmp_path, expected_batch_size=0.01, max_steps=4, clip=0.01, **settings)
     trainer.train()
-    assert trainer.trajectory.next_step == 4
-    assert all(abs(r.values[0]) > 0 for r in trainer.trajectory.releases)
+    values = [v for release in trainer.trajectory.releases for v in release.values]
+    assert len(values) == 4 * (3 if settings else 1) and all(values)
 
 
 # ---- other methods
@@ -439,25 +406,11 @@ def test_samplers_run(tmp_path, sampling):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"noise_multiplier": None, "target_epsilon": 0.0}, "target_epsilon=0.0"),
-        ({"noise_multiplier": None}, "exactly one"),
-        ({"target_delta": 1.0}, "target_delta=1.0"),
-        ({"target_delta": 0.0}, "target_delta=0.0"),
-        ({"clip": 0.0}, "clip=0.0"),
-        ({"smoothing": -1.0}, "smoothing=-1.0"),
         ({"gradient_accumulation_steps": 4}, "microbatch_size"),
-        ({"max_batch_size": 5}, "truncated_poisson"),
-        ({"sampling": "shuffle"}, "sampling='shuffle'"),
         ({"direction": "cauchy"}, "direction='cauchy'"),
         ({"method": "newton"}, "method='newton'"),
-        ({"trainable": "("}, "regular expression"),
-        ({"num_directions": 0}, "num_directions=0"),
         ({"push_to_hub": True, "hub_strategy": "every_save"}, "allow list"),
-        ({"fp16": True}, "bf16"),
-        (
-            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
-            "trajectory",
-        ),
+        ({"debug": "underflow_overflow"}, "debug"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path, settings, message):
@@ -465,23 +418,20 @@ def test_bad_settings_are_refused(tmp_path, settings, message):
         config(tmp_path, **settings)
 
 
-def test_refusals_before_training_write_nothing(tmp_path):
-    cases = [
-        ({"expected_batch_size": 500}, {}, "500"),
-        ({}, {"data": tiny_data().remove_columns("labels")}, "labels"),
-        ({"trainable": "nowhere"}, {}, "matches no parameter"),
-        ({}, {"trainer_settings": {"compute_per_example_loss": _mean_loss}}, "shape"),
-        ({"sampling": "fixed_size_without_replacement"}, {}, "replace_one"),
-    ]
-    for index, (settings, pieces, message) in enumerate(cases):
-        trainer = build(tmp_path / str(index), **pieces, **settings)
-        with pytest.raises(ValueError, match=message):
-            trainer.train()
-        assert not (tmp_path / str(index) / "trajectory.ledger").exists()
-
-
-def _mean_loss(model, inputs):
-    return model(**inputs).loss
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"expected_batch_size": 500}, "500"),
+        ({"data": tiny_data().remove_columns("labels")}, "labels"),
+        ({"trainable": "nowhere"}, "matches no parameter"),
+        ({"trainer_settings": {"compute_per_example_loss": lambda m, i: m(**i).loss}}, "shape"),
+        ({"sampling": "fixed_size_without_replacement"}, "replace_one"),
+    ],
+)
+def test_refusals_before_training_write_nothing(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, **settings).train()
+    assert not (tmp_path / "trajectory.ledger").exists()
 
 
 def test_half_precision_layer_norms_at_one_are_trained(tmp_path):
@@ -501,19 +451,26 @@ def test_half_precision_layer_norms_at_one_are_trained(tmp_path):
     assert same(weights(rebuilt), weights(trainer.model))
 
 
-def test_a_resume_with_another_plan_is_refused(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2}
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"clip": 6.0, "weight_decay": 0.5}, r"clip: 5\.0 -> 6\.0\n  weight_decay: 0\.0 -> 0\.5\n"),
+        ({"noise_multiplier": 2.0}, "noise_multiplier: 1.0 -> 2.0"),
+        ({"smoothing": 2e-3}, "smoothing"),
+        ({"method": "dp-sgd"}, "plan.mechanism.name"),
+        ({"schedules": {"noise": "exp(gamma=0.9)"}}, "noise_schedule"),
+        ({"testing.insecure_noise_seed": None}, "noise_source"),
+        ({"testing.sampler_key": None}, "sampler_key_is_secret"),
+        ({"testing.log_private_diagnostics": True}, "log_private_diagnostics: false -> true"),
+    ],
+)
+def test_a_resume_with_another_plan_is_refused(tmp_path, changed, words):
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     build(tmp_path, **settings).train()
-    for changed in (
-        {"clip": 6.0},
-        {"noise_multiplier": 2.0},
-        {"smoothing": 2e-3},
-        {"testing.insecure_noise_seed": None},
-        {"testing.sampler_key": None},
-        {"testing.log_private_diagnostics": True},
+    with pytest.raises(
+        LedgerError, match=f"(?s){words}.*continues only.*put the values on the left"
     ):
-        with pytest.raises(LedgerError, match="continues only"):
-            build(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
+        build(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
 
 
 def test_delta_above_one_over_n_warns_once(tmp_path, caplog):
@@ -521,21 +478,8 @@ def test_delta_above_one_over_n_warns_once(tmp_path, caplog):
     trainer = build(tmp_path, target_delta=delta)
     logging.getLogger("hf_dpzero").propagate = True
     with caplog.at_level(logging.WARNING):
-        assert trainer.run.delta == delta
-        assert (
-            trainer.run.delta == delta
-            and trainer.args.delta(trainer.plan.sampler.num_examples) == delta
-        )
+        assert trainer.run.delta == trainer.run.delta == trainer.args.delta(120) == delta
     assert caplog.text.count("above 1/n") == 1
-
-
-def test_trained_digest_differs_from_base(tmp_path):
-    trainer = build(tmp_path)
-    base = digest_model(tiny_model())
-    trainer.train()
-    assert trainer.trajectory.header["base_model_digest"] == base != digest_model(trainer.model)
-    saved = json.loads((tmp_path / "trajectory.ledger").read_text(errors="replace").split("\n")[0])
-    assert saved["plan"] == trainer.plan.to_dict()
 
 
 def test_perturbations_follow_a_replaced_storage():
@@ -568,11 +512,10 @@ def test_the_report_is_the_ledgers_whatever_the_arguments_say_since(tmp_path):
 
 
 def test_resuming_with_the_same_trainer_reports_every_step(tmp_path):
-    secret = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
-    settings = {"save_strategy": "steps", "save_steps": 2, **secret}
-    trainer = build(tmp_path, trainer_settings={"callbacks": [_StopAt(2)]}, **settings)
+    settings = {"save_strategy": "steps", "save_steps": 2, **SECRET}
+    trainer = build(tmp_path, trainer_settings=stopping(2), **settings)
     trainer.train()
-    trainer.callback_handler.pop_callback(_StopAt)
+    trainer.callback_handler.pop_callback(StopAt)
     trainer.train(resume_from_checkpoint=True)
     assert (
         trainer.privacy_report().steps
@@ -618,18 +561,6 @@ def test_data_cannot_move_the_global_generators(tmp_path):
     assert torch.equal(*states)
 
 
-def test_low_precision_runs_in_fixed_shapes_or_one_by_one(tmp_path):
-    settings = {"smoothing": 0.05, "max_steps": 1}
-    several = build(tmp_path / "several", tiny_model().bfloat16(), **settings)
-    several.train()
-    assert not several.run.shapes.one_by_one
-    alone = build(tmp_path / "alone", tiny_model().bfloat16(), microbatch_size=1, **settings)
-    alone.train()
-    assert alone.run.shapes.one_by_one
-    told = [run.trajectory.header["forward_passes"] for run in (several, alone)]
-    assert told == ["fixed shapes", "one example"]
-
-
 def test_checkpoints_and_ledger_must_belong_together(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2}
     build(tmp_path / "a", **settings).train()
@@ -652,7 +583,7 @@ def test_checkpoints_and_ledger_must_belong_together(tmp_path):
 
 def test_two_runs_cannot_share_a_ledger(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2}
-    first = build(tmp_path, trainer_settings={"callbacks": [_StopAt(2)]}, **settings)
+    first = build(tmp_path, trainer_settings=stopping(2), **settings)
     first.train()
     holder = Trajectory.open(tmp_path / "trajectory.ledger")
     with pytest.raises(LedgerError, match="another run"):
@@ -672,33 +603,23 @@ def test_changed_buffers_are_not_saved(tmp_path):
 
     model.forward = forward
     trainer = build(
-        tmp_path,
-        model,
-        performance={"reuse_frozen_prefix": False},
-        remove_unused_columns=False,
+        tmp_path, model, performance={"reuse_frozen_prefix": False}, remove_unused_columns=False
     )
     with pytest.raises(ValueError, match="changed seen"):
         trainer.train()
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_an_objective_of_several_passes_does_not_reuse_a_prefix(tmp_path, caplog):
+def test_an_objective_of_several_passes_does_not_reuse_a_prefix(tmp_path):
     def one_by_one(model, inputs):
-        rows = [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(len(inputs["labels"]))]
-        logits = [
-            model(input_ids=r["input_ids"], attention_mask=r["attention_mask"]).logits for r in rows
-        ]
-        return torch.nn.functional.cross_entropy(
-            torch.cat(logits), inputs["labels"], reduction="none"
-        )
+        given = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        logits = [model(input_ids=i[None], attention_mask=mask[None]).logits for i, mask in given]
+        losses = torch.nn.functional.cross_entropy
+        return losses(torch.cat(logits), inputs["labels"], reduction="none")
 
     same_rows = Dataset.from_dict({k: v[:1] * 120 for k, v in tiny_data().to_dict().items()})
-    trainer = build(
-        tmp_path,
-        data=same_rows,
-        trainable="classifier",
-        trainer_settings={"compute_per_example_loss": one_by_one},
-    )
+    own = {"compute_per_example_loss": one_by_one}
+    trainer = build(tmp_path, data=same_rows, trainable="classifier", trainer_settings=own)
     trainer.train()
     assert trainer.step.differences.prefix is None
 
@@ -708,24 +629,13 @@ def test_searches_and_late_models_are_refused(tmp_path):
         DPZeroTrainer(args=config(tmp_path), model_init=tiny_model, train_dataset=tiny_data())
     with pytest.raises(ValueError, match="every trial"):
         build(tmp_path).hyperparameter_search()
-    with pytest.raises(ValueError, match="debug"):
-        config(tmp_path, debug="underflow_overflow")
 
 
 # ---- adapters, language models, Laplace
 
 
-def lora_model():
-    import peft
-
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        settings = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
-        return peft.get_peft_model(tiny_model(), settings)
-
-
 def test_adapters_train_alone_ship_alone_and_replay(tmp_path):
-    trainer = build(tmp_path, lora_model(), learning_rate=1e-1)
+    trainer = build(tmp_path, with_lora(tiny_model()), learning_rate=1e-1)
     before = weights(trainer.model)
     trainer.train()
     trainer.save_model()
@@ -734,22 +644,18 @@ def test_adapters_train_alone_ship_alone_and_replay(tmp_path):
     assert all("lora_" in name or "classifier" in name for name in moved)
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert not (tmp_path / "model.safetensors").exists()
-    rebuilt = lora_model()
+    rebuilt = with_lora(tiny_model())
     replay(rebuilt, Trajectory.load(tmp_path / "trajectory.safetensors"))
     assert same(weights(rebuilt), weights(trainer.model))
 
 
 def test_a_causal_language_model_with_the_stock_collator(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-        )
+        sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        model = GPT2LMHeadModel(GPT2Config(**sizes))
     data = tiny_data().remove_columns("labels")
-    data = data.add_column("labels", data["input_ids"][:])
-    trainer = build(tmp_path, model, data=data)
+    trainer = build(tmp_path, model, data=data.add_column("labels", data["input_ids"][:]))
     trainer.train()
     assert trainer.trajectory.next_step == 6
     tied = [name for name in trainer.space.names if "wte" in name or "lm_head" in name]
@@ -757,9 +663,8 @@ def test_a_causal_language_model_with_the_stock_collator(tmp_path):
 
 
 def test_laplace_noise_gives_a_pure_epsilon(tmp_path):
-    secret = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
     trainer = build(
-        tmp_path, noise_distribution="laplace", target_delta=0.0, num_directions=3, **secret
+        tmp_path, noise_distribution="laplace", target_delta=0.0, num_directions=3, **SECRET
     )
     trainer.train()
     report = trainer.privacy_report()
@@ -769,15 +674,6 @@ def test_laplace_noise_gives_a_pure_epsilon(tmp_path):
 
 
 # ---- what frozen parts may do
-
-
-def test_a_renormalising_embedding_is_refused_though_frozen(tmp_path):
-    """It rewrites the rows that private examples look up, whether it trains or not."""
-    model = tiny_model()
-    model.bert.embeddings.word_embeddings.max_norm = 1.0
-    model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="word_embeddings with max_norm=1.0.*set max_norm=None"):
-        build(tmp_path, model).train()
 
 
 def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
@@ -802,11 +698,6 @@ def test_a_frozen_parameter_that_a_later_batch_changes_stops_the_run(tmp_path):
         trainer.train()
     with pytest.raises(ValueError, match="un-noised private data"):
         trainer.save_model()
-
-
-def test_a_strategy_that_is_gone_is_refused_like_any_unknown_one(tmp_path):
-    with pytest.raises(ValueError, match="perturbation_strategy='paired' is not one of auto,"):
-        build(tmp_path, performance={"perturbation_strategy": "paired"})
 
 
 def test_a_row_whose_loss_is_nan_changes_neither_strategy_nor_prefix(tmp_path, caplog):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
-from tiny_runs import build, config, same, tiny_model, weights
-from transformers import TrainerCallback
+from tiny_runs import build, config, same, stopping, tiny_model, weights
 
-from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.replay import UPDATE_RULES, directions_of, replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.privacy.schedules import MechanismSchedule
 
@@ -25,14 +23,7 @@ VARIANTS = {
 }
 
 
-class StopAt(TrainerCallback):
-    """Ends training after a save at `step`."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_save(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
+assert {v.get("update_rule", "sgd") for v in VARIANTS.values()} == {*UPDATE_RULES}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -46,20 +37,10 @@ def test_replay_and_resume_give_the_weights_of_a_straight_run(tmp_path, name):
     assert same(weights(rebuilt), weights(straight.model))
     assert not same(weights(rebuilt), weights(tiny_model()))
 
-    stopped = build(tmp_path / "b", **settings)
-    stopped.callback_handler.callbacks.append(StopAt(3))
-    stopped.train()
+    build(tmp_path / "b", trainer_settings=stopping(3), **settings).train()
     resumed = build(tmp_path / "b", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert same(weights(resumed.model), weights(straight.model))
-
-
-def test_all_variants_are_there():
-    """Every update rule and adaptive clip has a row above."""
-    from hf_dpzero.ledger.replay import UPDATE_RULES
-
-    values = set(itertools.chain.from_iterable(v.values() for v in VARIANTS.values()))
-    assert set(UPDATE_RULES) - {"sgd"} <= values
 
 
 def test_dpgd_0th_with_k_directions_clips_the_vector(tmp_path):
@@ -69,10 +50,9 @@ def test_dpgd_0th_with_k_directions_clips_the_vector(tmp_path):
         sampling="full_batch", expected_batch_size=120, max_steps=1, learning_rate=1.0,
         lr_scheduler_type="constant",
     )  # fmt: skip
-    before = trainer.model.state_dict()
-    before = {k: v.clone() for k, v in before.items()}
+    before = weights(trainer.model)
     trainer.train()
-    moved = [v - before[k] for k, v in trainer.model.state_dict().items()]
+    moved = [v - before[k] for k, v in weights(trainer.model).items()]
     size = float(torch.cat([m.view(-1) for m in moved]).norm())
     d = trainer.space.dimension
     noise = 2.0**-10 * 1e-3 / 120 * math.sqrt(d)
@@ -93,17 +73,11 @@ def test_an_adaptive_clip_follows_the_quantile(tmp_path):
     found = MechanismSchedule(trainer.plan.mechanism).after(trainer.trajectory.releases).clip
     differences = trainer.step.differences(
         [trainer.run.rows.collate_rows(list(range(120)))],
-        [d for s in range(8) for d in _directions(trainer, s)],
+        [d for s in range(1000, 1008) for d in directions_of(s, trainer.trajectory.header)],
     )
     trainer.space.settle_()
     median = float(differences.abs().median())
     assert median / 3 < found < median * 3 and median > 0.3
-
-
-def _directions(trainer, step):
-    from hf_dpzero.ledger.replay import directions_of
-
-    return directions_of(1000 + step, trainer.trajectory.header)
 
 
 def test_the_epsilon_of_adaptive_clipping_covers_both_releases(tmp_path):
