@@ -76,9 +76,9 @@ class BoundedObjective(PromptObjective):
     def _loss_alone(self, model: nn.Module, example: Inputs) -> Tensor:
         """The loss `[1]` of a batch of one."""
 
-    @abstractmethod
     def _comparison_alone(self, model: nn.Module, example: Inputs) -> Tensor:
-        """The compared number `[1]` of a batch of one."""
+        """The compared number `[1]` of a batch of one: the smooth loss inside."""
+        return self.objective(model, example)
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,6 @@ class ZeroOne(BoundedObjective):
         scores = self.objective.predict(model, example)
         right = (scores.argmax(dim=1) == labels_of(example)) & scores.isfinite().all(dim=1)
         return 1.0 - right.float()
-
-    def _comparison_alone(self, model: nn.Module, example: Inputs) -> Tensor:
-        return self.objective(model, example)
 
 
 @dataclass(frozen=True)
@@ -123,6 +120,7 @@ class AnswerF1(BoundedObjective):
         return torch.tensor([1.0 - score], device=example["input_ids"].device)
 
     def _comparison_alone(self, model: nn.Module, example: Inputs) -> Tensor:
+        # The loss reads the reference's tokens alone, and the decoded ones are the model's own.
         return self.objective(model, example) + self.objective.decode(model, example)[1]
 
 

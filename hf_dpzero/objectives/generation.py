@@ -80,6 +80,7 @@ def greedy(
     decode = _without_cache if virtual else _with_cache
     ids = ids.masked_fill(mask == 0, pad_token_id)
     tokens, logits = decode(model, ids, mask, max_new_tokens, stops, pad_token_id)
+    # What stands behind a stop token was made because other rows went on.
     tokens = tokens.masked_fill(_stopped(tokens, stops), IGNORE_INDEX)
     missing = tokens.new_full((len(tokens), max_new_tokens - tokens.shape[1]), IGNORE_INDEX)
     return torch.cat([tokens, missing], dim=1), logits.mean(dim=1)
@@ -110,6 +111,7 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tens
         )
     width = attended.shape[1]
     behind = attended.flip(1).int().argmax(dim=1, keepdim=True)
+    # Column c of a row comes from c - (padding behind it): each row is rolled by its own amount.
     index = (torch.arange(width, device=attended.device) - behind) % width
     ids, mask = take_columns(input_ids, index), take_columns(attention_mask, index)
     unused = int(mask.ne(0).any(dim=0).int().argmax()) if width else 0

@@ -105,6 +105,7 @@ def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -
     """
     check_labels_in_range(labels, logits.shape[-1])
     losses = []
+    # Row by row: the float32 copy of all logits would be [B, T, V].
     for row, label in zip(logits, labels, strict=True):
         labelled = label != IGNORE_INDEX
         tokens = row[labelled].float(), label[labelled].long()

@@ -252,7 +252,7 @@ def _answer_targets(rows: Inputs, answers: Tensor) -> tuple[Tensor, Tensor]:
     offsets = torch.arange(count, device=ids.device)
     places = (lengths - answers).unsqueeze(1) + offsets
     own = offsets < answers.unsqueeze(1)
-    places = places.where(own, 1)
+    places = places.where(own, 1)  # unused ones need a column, and one before it
     return places - 1, take_columns(ids, places).where(own, IGNORE_INDEX)
 
 
@@ -269,6 +269,7 @@ def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     labelled = following.ne(IGNORE_INDEX)
     count = power_of_two(int(labelled.sum(dim=1).max()), labels.shape[1])
+    # Stable, so that the labelled positions come first and in their order.
     first = labelled.int().argsort(dim=1, descending=True, stable=True)[:, :count]
     return first, following.gather(1, first)
 

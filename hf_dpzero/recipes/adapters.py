@@ -57,7 +57,8 @@ def with_adapters(
         return model
     if arguments.peft_method == "bitfit":
         return _only_biases_(model, head)
-    # PEFT draws from the global generator: what it draws is drawn again.
+    # PEFT draws from the global generator: what it draws is drawn again, from another stream than
+    # that of a fresh head, which `init_seed` itself starts.
     generator = torch.Generator().manual_seed(arguments.init_seed + 1)
     if arguments.peft_method == "prefix":
         adapted = _with_prefix(model, arguments, head, generator)

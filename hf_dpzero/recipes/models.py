@@ -79,12 +79,14 @@ def load_model(
             )
     else:
         model, fresh = _load_classifier(path, config, arguments, task)
+    # `path` may be a folder of this machine, and config.json is published.
     model.config._name_or_path = arguments.model_name_or_path
     settle_quantised_(model)
     settle_offloaded(model)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ValueError("the tokenizer has neither a padding token nor an end token: set one.")
+        # Most decoders' have none; the mask hides what fills a row up, so any token will do.
         tokenizer.pad_token = tokenizer.eos_token
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -350,7 +352,7 @@ def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerB
     )
     try:
         tokenizer = fetched(AutoTokenizer.from_pretrained, path, arguments)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:  # ImportError: say, of sentencepiece
         if isinstance(error, OSError) and not Path(path).is_dir():
             raise
         said = (str(error).splitlines() or ["nothing"])[0]

@@ -132,6 +132,7 @@ class SentenceClassifier(PreTrainedModel):
         Returns:
           The classifier, in eval mode.
         """
+        # The encoder that is made here is replaced by the loaded one: it takes no memory.
         with torch.device("meta"):
             model = cls(SentenceClassifierConfig(encoder=encoder.config, **settings))
         model.encoder = _without_pooler(encoder)

@@ -370,7 +370,7 @@ def _drop(prediction: Answer, golds: Sequence[Answer]) -> tuple[float, float]:
     >>> _drop(["Bears"], [["Jets", "Bears"]])
     (0.0, 0.5)
     """
-    from scipy.optimize import linear_sum_assignment
+    from scipy.optimize import linear_sum_assignment  # which nothing but DROP needs
 
     def spans_of(answer: Answer) -> Sequence[str]:
         return [answer] if isinstance(answer, str) else answer
@@ -385,7 +385,6 @@ def _drop(prediction: Answer, golds: Sequence[Answer]) -> tuple[float, float]:
         # Of repeated spans only the number counts, as in the script.
         exact = exact or (len(said) == len(wanted) and set(said) == set(wanted))
         pairs = np.array([[_set_f1(set(one.split()), o) for o in predicted] for one in wanted])
-        pairs = pairs.reshape(len(wanted), len(predicted))
         scores = np.zeros(max(pairs.shape))  # a set that is left over counts with 0
         rows, columns = linear_sum_assignment(pairs, maximize=True)
         scores[rows] = pairs[rows, columns]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PAD_TO_MULTIPLE_OF = 8
 PAIR_SUFFIX = "_pair"
-_MAX_CLASSES = 1000
+_MAX_CLASSES = 1000  # a column with more values is no label column
 _KINDS = {"bool": "truth values", "class": "class labels", "integer": "integers", "text": "text"}
 
 Label = bool | int | float | str
@@ -391,7 +391,7 @@ def _class_indices(
     for row, value in enumerate(values, start=1):
         label = index.get(value, -1) if isinstance(value, str) else value
         # A column with a gap somewhere holds its integers as floats; another may hold anything.
-        number = isinstance(label, (int, float))
+        number = isinstance(label, (int, float))  # NaN is refused below, for it differs from itself
         if not number or label != label // 1 or not 0 <= label < len(names):
             what = f"a {type(value).__name__}"
             if isinstance(value, str):

@@ -64,6 +64,7 @@ def _load_files(train: str | None, validation: str | None) -> datasets.DatasetDi
         )
     private, public = Path(train), Path(validation)
     both = private.is_file() and public.is_file()
+    # Not shallow: a copy has another time, and files of one size and time may differ.
     if both and filecmp.cmp(private, public, shallow=False):
         raise ValueError(
             f"validation_file={validation!r} is {'' if private.samefile(public) else 'a copy of '}the "

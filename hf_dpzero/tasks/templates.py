@@ -235,6 +235,7 @@ class PromptEncoder:
         """Returns token ids with special tokens; no end token after a text that is to be continued."""
         if not texts:
             return []
+        # One letter shows whether this tokenizer ends every text with a token.
         encoded: list[list[int]] = self.tokenizer(["a", *texts], verbose=False)["input_ids"]
         ends = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
         drop = self.kind == "causal_lm" and len(encoded[0]) > 1 and encoded[0][-1] in ends
@@ -314,7 +315,7 @@ class PromptEncoder:
         """The prompt with as much of one field as fits, from its start; None if none of it does."""
         text = row[name].strip()
 
-        @functools.cache
+        @functools.cache  # the search asks for one end twice, and tokenising is what takes time
         def cut(end: int) -> tuple[str, list[int]]:
             before, after = self._halves({**row, name: text[:end]})
             return before, self.ids([self._joined(before, after)])[0]
