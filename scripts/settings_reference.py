@@ -97,7 +97,7 @@ def _table(rows: Iterable[tuple[str, Any, Any, Setting]]) -> str:
             values = ", ".join(f"`{word}`" for word in allowed)
         else:
             words = allowed.words if isinstance(allowed, Allowed) else ""
-            values = "; ".join(filter(None, (_kind(hint), words, _unit(described.unit))))
+            values = "; ".join(filter(None, (_kind(hint), words)))
         if described.needs and not text.startswith(described.needs[1][0]):
             text += f". For `{described.needs[0]}`: {', '.join(described.needs[1])}"
         cells = (f"`{name}`", _default(default, described.none), values, text)

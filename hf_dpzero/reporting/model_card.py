@@ -96,7 +96,7 @@ def model_card(
         results=[
             (name, f"{value:.4g}")
             for name, value in metrics.items()
-            if not name.endswith(("runtime", "per_second", "time")) and "_" in name
+            if not name.endswith(("runtime", "per_second", "time")) and "_" in name  # not "epoch"
         ],
         dataset_name=dataset if _is_hub_id(dataset) else Path(dataset or "").name,
         plot=PLOT_FILE if plot else None,
@@ -181,7 +181,7 @@ def _is_hub_id(name: str | None) -> bool:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if not name or Path(name).exists():
+    if not name or Path(name).exists():  # a folder goes before the Hub, as in from_pretrained
         return False
     try:
         validate_repo_id(name)

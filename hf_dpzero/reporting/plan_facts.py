@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -53,8 +52,9 @@ def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
         "num_examples": sampler.num_examples,
         "steps": steps,
         "planned_steps": plan.steps,
-        "noise_multiplier": getattr(mechanism, "noise_multiplier", 0.0),
-        "clip": getattr(mechanism, "clip", math.inf),
+        "noise_multiplier": mechanism.noise_multiplier,
+        "clip": mechanism.clip,
+        # first-order methods have one "direction", the gradient itself
         "num_directions": getattr(mechanism, "num_directions", 1),
         "method": mechanism.name,
         "schedules": schedule_words(plan, delta),
@@ -80,7 +80,7 @@ def parts_of(
     return [
         {
             "method": part.mechanism.name,
-            "noise_multiplier": getattr(part.mechanism, "noise_multiplier", 0.0),
+            "noise_multiplier": part.mechanism.noise_multiplier,
             "steps": done,
             "planned_steps": part.steps,
             "epsilon": part.epsilon(delta, at=done),

@@ -34,7 +34,7 @@ _PATH_SETTINGS = (
 )
 _TEXT_SETTINGS = ("template", "label_words", "class_names")  # texts of a model: never a path
 _NESTED = {
-    *("clipping_config", "schedules", "correlated_noise", "group_robust", "performance", "testing"),
+    *("clipping_config", "schedules", "correlated_noise", "group_robust", "performance", "testing")
 }
 OWN_SETTINGS = frozenset(
     """

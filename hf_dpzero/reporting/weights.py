@@ -84,6 +84,7 @@ def digest_weights(folder: str | os.PathLike[str]) -> str | None:
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors by the names that saving gives them, as a plain model and as an adapter."""
     state = model.state_dict()
+    # Under both names: an adapter's base was saved without the parts that PEFT puts into them.
     named = {plain_name(name): tensor for name, tensor in state.items()} | state
     if isinstance(getattr(model, "peft_config", None), Mapping):
         from peft import get_peft_model_state_dict

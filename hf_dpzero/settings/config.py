@@ -39,7 +39,8 @@ class DPZeroConfig(OwnFields, TrainingArguments):
     reported) must be given, unless the method is not private (mezo, sgd, adamw).
 
     Raises:
-      ValueError: a value out of range, or a combination that cannot be accounted.
+      ValueError: lists all values that are out of range; where none is, all that do not go together
+        or cannot be accounted.
     """
 
     def __post_init__(self) -> None:

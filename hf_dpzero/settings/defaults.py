@@ -29,6 +29,8 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.settings.nested import NESTED
 
 if TYPE_CHECKING:
+    from transformers.trainer_utils import SchedulerType
+
     from hf_dpzero.settings.config import DPZeroConfig
 
 NOISE_SHARE = 0.3
@@ -60,8 +62,9 @@ def fill_in(config: DPZeroConfig) -> None:
     if config.method == "dpzero" and config.noise_distribution == "gaussian":
         if (
             config.learning_rate is None
-            and config.update_rule == "sgd"
-            and config.noise_multiplier != 0
+            and config.update_rule == "sgd"  # a step of momentum is 1 / (1 - beta) times as long
+            and config.noise_multiplier
+            != 0  # there is no rate at which no noise moves a loss by 0.3
         ):
             chosen.add("learning_rate")
         if config.clip is None and config.clipping is None:
@@ -75,7 +78,7 @@ def fill_in(config: DPZeroConfig) -> None:
 
 def copied(config: DPZeroConfig) -> DPZeroConfig:
     """Returns a copy with nested settings of its own: changes to the one are none to the other."""
-    copy_of = copy.copy(config)
+    copy_of = copy.copy(config)  # not dataclasses.replace, which would check and warn again
     for name in NESTED:
         setattr(copy_of, name, copy.copy(getattr(config, name)))
     return copy_of
@@ -118,7 +121,7 @@ def steps_that_follow(chosen: Collection[str], clipping: str, steps: int) -> int
     return round(FOLLOWED * steps) if adapts else 0
 
 
-def learning_rate(plan: PrivacyPlan, schedule: Any) -> float:
+def learning_rate(plan: PrivacyPlan, schedule: SchedulerType | str) -> float:
     """The rate of the first step, for the clip that it starts with (see the module).
 
     Args:
@@ -128,12 +131,12 @@ def learning_rate(plan: PrivacyPlan, schedule: Any) -> float:
     Returns:
       alpha > 0.
     """
-    mechanism: Any = plan.mechanism
+    mechanism = plan.mechanism
     noise = mechanism.noise_multiplier * mechanism.clip * run_deviation(plan)
     return rate_of_noise(noise / float(mechanism.divisor), mechanism.clip, schedule)
 
 
-def rate_of_noise(noise: float, clip: float, schedule: Any) -> float:
+def rate_of_noise(noise: float, clip: float, schedule: SchedulerType | str) -> float:
     """The rate of the first step, for noise of any origin.
 
     Args:

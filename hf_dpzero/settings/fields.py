@@ -80,12 +80,11 @@ class OwnFields:
     )
     noise_multiplier: float | None = setting(
         None,
-        "noise std on the clipped sum; instead of target_epsilon",
+        "noise std on the clipped sum, in clips C; instead of target_epsilon",
         NOT_NEGATIVE,
         needs=PRIVATELY,
         privacy="more noise, smaller epsilon; 0: the report says NOT PRIVATE",
         none="calibrated for `target_epsilon`",
-        unit="clips C",
     )
     noise_distribution: str = setting(
         "gaussian",
@@ -140,13 +139,12 @@ class OwnFields:
     # Sampling
     expected_batch_size: float = setting(
         64,
-        "B, the public expected logical batch size",
+        "B, the public expected logical batch size, in examples",
         POSITIVE,
         needs=("sampling", tuple(name for name in SAMPLERS if name != "full_batch")),
         privacy="q = B / n grows with it, and the noise on the sum too, but less than B: the noise on "
         "the mean falls",
         time="a step takes time in proportion to it; no memory, see `microbatch_size`",
-        unit="examples",
     )
     sampling: str = setting(
         "poisson",
@@ -165,7 +163,6 @@ class OwnFields:
         privacy="the lower, the more noise: a cap is part of what is accounted",
         time="an upper bound on the time of a step",
         none="no cap",
-        unit="examples",
     )
     microbatch_size: int | None = setting(
         None,
@@ -173,7 +170,6 @@ class OwnFields:
         COUNT,
         time="the memory of a step; too small a value is slow, on a GPU above all",
         none="64, or 32, 16 or 1 where more does not fit into what is free at the start",
-        unit="examples",
     )
     max_length: int | None = setting(
         1024,
@@ -181,17 +177,16 @@ class OwnFields:
         COUNT,
         privacy="nothing: long rows are cut, none is dropped",
         time="longer rows take longer and more memory",
-        unit="tokens",
     )
     # Clipping
     clip: float = setting(
         None,
-        "bound C on one example's finite difference(s), L2 over K",
+        "bound C on one example's finite difference(s), L2 over K, in loss / smoothing; dp-sgd and "
+        "dp-adamw: on the norm of its gradient",
         POSITIVE,
         privacy="nothing: the noise is proportional to it. Choosing it by a look at private rows is "
         "not covered",
         none="50, and dpzero's clip then adapts from there",
-        unit="loss / smoothing; dp-sgd and dp-adamw: norm of a gradient",
     )
     clipping: str = setting(
         None,
@@ -215,10 +210,9 @@ class OwnFields:
     )
     smoothing: float = setting(
         0.001,
-        "lambda, the size of the perturbation",
+        "lambda, the size of the perturbation, in units of a parameter",
         Allowed("a finite number above 0, at most 1000; try 1e-3", lambda x: 0 < x <= 1e3),
         needs=ZEROTH,
-        unit="units of a parameter",
     )
     direction: str = setting(
         "rademacher",
@@ -259,7 +253,6 @@ class OwnFields:
         needs=("update_rule", ("momentum",)),
         time="W K directions in each update",
         none="the first W with beta^W <= 0.01",
-        unit="steps",
     )
     max_grad_norm: float = setting(
         0.0,

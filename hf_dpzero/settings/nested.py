@@ -105,14 +105,12 @@ class ClippingConfig(Nested):
         needs=ADAPTIVE,
         privacy="the smaller, the more of the budget goes to the count",
         none="B / 20, or the step's noise multiplier where that is larger",
-        unit="examples",
     )
     stability: float = setting(
         0.01,
-        "gamma in C / (norm + gamma)",
+        "gamma in C / (norm + gamma), norm of a gradient",
         POSITIVE,
         needs=("clipping", ("automatic",)),
-        unit="norm of a gradient",
     )
     groups: int = setting(
         1,
@@ -120,7 +118,6 @@ class ClippingConfig(Nested):
         COUNT,
         needs=("clipping", ("averaged",)),
         time="one backward pass for each group",
-        unit="groups",
     )
 
 
@@ -170,7 +167,6 @@ class CorrelatedNoise(Nested):
         privacy="nothing; more bands leave less noise in sums over steps, up to a point",
         time="8 bytes a trained coordinate and band",
         none="32",
-        unit="draws",
     )
     hold_direction_for: int = setting(
         1,
@@ -179,7 +175,6 @@ class CorrelatedNoise(Nested):
         needs=ZEROTH,
         privacy="nothing; with `correlated_noise` the noise cancels within so many steps",
         time="the run sees fewer directions",
-        unit="steps",
     )
 
     def correlation(self, first_order: bool) -> Correlation | None:
@@ -225,16 +220,14 @@ class GroupRobust(Nested):
         POSITIVE,
         needs=RELEASED,
         privacy="nothing: noise on the groups' losses is proportional to it",
-        unit="loss",
     )
     rate: float | None = setting(
         None,
-        "tau of the groups' multiplicative weights",
+        "tau of the groups' multiplicative weights, in 1 / loss",
         POSITIVE,
         needs=RELEASED,
         privacy="nothing; of vertex it follows from `group_robust.budget`",
         none="sqrt(2 log m / T) / b",
-        unit="1 / loss",
     )
     budget: float = setting(
         0.1,
@@ -283,7 +276,6 @@ class Performance(Nested):
         time="of each process: passes along that many times fewer directions, over that many times "
         "more rows; sends 8 B K / D bytes more in a step",
         none="1, or more where rows do not fill the processes",
-        unit="processes",
     )
     per_example_gradients: str = setting(
         "auto",

@@ -6,12 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_dpzero.privacy.events import Accountant
-from hf_dpzero.privacy.group_losses import (
-    GROUP_LOSSES,
-    BudgetedGroups,
-    GroupLosses,
-    VertexGroups,
-)
+from hf_dpzero.privacy.group_losses import GROUP_LOSSES, BudgetedGroups, GroupLosses, VertexGroups
 from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.base import DenseNoise, Relation
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -117,6 +112,7 @@ def _mechanism(config: DPZeroConfig, num_examples: int) -> dict[str, Any]:
     if not config.not_private:
         values |= {"clip": config.clip, "noise_multiplier": config.noise_multiplier or 0.0}
     if not config.first_order:
+        # Until a model decides on K any will do: a row's K differences are one clipped vector.
         values["num_directions"] = config.num_directions or CLASSIC["num_directions"]
     if config.method == "dpzero":
         values["distribution"] = config.noise_distribution

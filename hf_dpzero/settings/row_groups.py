@@ -39,6 +39,7 @@ def column_values(dataset: Any, column: str) -> list[Any] | None:
     if features is not None:
         if column not in features:
             return None
+        # A format of tensors would give values that equal no name.
         plain = dataset.with_format(None) if hasattr(dataset, "set_transform") else dataset
         values = list(plain[column][:])
         names = getattr(features[column], "names", None)

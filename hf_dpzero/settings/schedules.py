@@ -144,7 +144,7 @@ def check_steps(plan: PrivacyPlan) -> None:
                 raise ValueError(f"schedules.{name}={schedule}, step {step}: {error}") from None
 
 
-def judge_schedule(plan: Any, delta: float) -> None:
+def judge_schedule(plan: PrivacyPlan, delta: float) -> None:
     """Logs what a plan's noise schedule is worth; a warning where constant noise would be better."""
     if plan.noise_schedule is None or not plan.private:
         return

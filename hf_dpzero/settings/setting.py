@@ -80,7 +80,6 @@ class Setting:
       privacy: its cost: budget, noise at the same epsilon, or what is published.
       time: and memory.
       none: what None stands for, where that is the default.
-      unit: of a number; "" if it has none.
     """
 
     text: str
@@ -89,7 +88,6 @@ class Setting:
     privacy: str = NOTHING
     time: str = NOTHING
     none: str = ""
-    unit: str = ""
 
 
 class _Help(str):
@@ -102,10 +100,7 @@ class _Help(str):
 
 
 def setting(
-    default: Any,
-    text: str,
-    allowed: Allowed | tuple[str, ...] | None = None,
-    **metadata: Any,
+    default: Any, text: str, allowed: Allowed | tuple[str, ...] | None = None, **metadata: Any
 ) -> Any:
     """Returns a dataclass field with this default; the rest is its `Setting`, all of it its help."""
     made = Setting(text, allowed, **metadata)

@@ -69,10 +69,7 @@ def test_scheduler_settings_that_it_does_not_take_are_refused(tmp_path):
     ("settings", "used"),
     [
         ({"eval_steps": 5}, {"eval_strategy": "steps"}),
-        (
-            {"eval_strategy": "steps", "max_steps": 6, "eval_steps": 9},
-            {"max_steps": 20},
-        ),
+        ({"eval_strategy": "steps", "max_steps": 6, "eval_steps": 9}, {"max_steps": 20}),
         ({"eval_delay": 5}, {"eval_strategy": "steps", "eval_steps": 2}),
         ({"metric_for_best_model": "loss"}, {"eval_strategy": "steps", "eval_steps": 2}),
         ({"save_steps": 5}, {"save_strategy": "steps"}),
@@ -133,6 +130,16 @@ def test_all_that_the_arguments_alone_decide_is_said_at_once(tmp_path):
     named = ("give exactly one", "clipping='automatic'", "max_batch_size=9", "debug='x'", "fp16=True",
              "warmup_steps=7", "trainable='('")  # fmt: skip
     assert all(name in str(refusal.value) for name in named)
+
+
+@pytest.mark.parametrize("settings", ["zero.json", {"zero_optimization": {"stage": 3}}, None])
+def test_deepspeed_is_refused_before_its_package_is_asked_for(tmp_path, monkeypatch, settings):
+    """In the arguments or by `accelerate launch`: transformers alone tells to install the package."""
+    if settings is None:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"DEEPSPEED wraps|^deepspeed=.* wraps") as refusal:
+        config(tmp_path, deepspeed=settings)
+    assert "--multi_gpu" in str(refusal.value) and "fsdp2.yaml" in str(refusal.value)
 
 
 # ---------------------------------------------------------------- what a trainer is given
