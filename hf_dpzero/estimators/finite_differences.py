@@ -161,6 +161,7 @@ class FiniteDifferences:
         else:
             own = self.losses(microbatches, split.own(directions))
             plus, minus = split.gathered(*own, len(directions))
+        # In float64: float32 would round the quotient once more before the clip.
         plus, minus = plus.double(), minus.double()
         return (plus - minus) / (2.0 * self.smoothing), (plus + minus).mean(dim=1) / 2
 

@@ -240,7 +240,7 @@ class PerExampleGradients:
             trusted = (scales <= CANCELLED * norms) & (weights * norms >= SMALLEST)
             trusted |= scales == 0  # nothing but gradients that were multiplied out
             finite = scales.isfinite()
-            finite[count:] = False
+            finite[count:] = False  # rows that fill the pass up are no examples
             for i in (finite & ~trusted).nonzero().flatten().tolist():
                 norms[i] = _add_gradient_(totals, record.gradient(self.parameters, i), weigh)[0]
             kept = finite & trusted & norms.isfinite()

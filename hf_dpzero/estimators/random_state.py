@@ -46,6 +46,7 @@ def isolated_randomness(seed: int | None = None) -> Iterator[None]:
     given = _entropy.get() if seed is None else seed
     entropy = secrets.randbits(128) if given is None else given
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    # numpy has no public name for the generator behind np.random.rand
     legacy, python = np.random.mtrand._rand, random.getstate()
     state = legacy.get_state()
     with torch.random.fork_rng(devices=devices):

@@ -162,7 +162,9 @@ class ParameterSpace(Coordinates):
                 age = self._ages.get(u, present - u.step) if move[2] else 0
                 changes.append(Change(self.stream(u), *move, age=age))
         with interrupts_held_back():
-            self._failed = True
+            self._failed = (
+                True  # and remains so where a change raises: some tensors have moved then
+            )
             if changes:
                 with dispatch.together():
                     for segment in self._segments:
@@ -202,6 +204,7 @@ class ParameterSpace(Coordinates):
           direction: u.
           scale: at most the smoothing in magnitude, with what already stands.
         """
+        # A deferred step is done with its position, which comes off together with its update.
         before = () if self.waiting else self.position
         try:
             self.move_to_((*before, (direction, scale)))
@@ -333,7 +336,7 @@ class ParameterSpace(Coordinates):
                 "out of range; nothing was changed. Lower learning_rate (or weight_decay)."
             )
         if decay:
-            self.settle_()
+            self.settle_()  # decay multiplies what stands there, which must be theta alone
         with interrupts_held_back():
             if decay:
                 decayed = np.array([name in self.decayed for name in self.names])

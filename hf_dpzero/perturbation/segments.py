@@ -8,6 +8,7 @@ that FSDP2 keeps on several processes in `GridParts`, lower precisions in a `Rou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypedDict
 
@@ -145,18 +146,17 @@ class GridSegment(Segment):
     # When the next update could pass a grid's range, that tensor is measured and, if need be, moved to
     # a coarser grid. Both depend only on theta and the updates, so a replay does the same at that step.
 
-    def __init__(
-        self,
-        flat: Tensor,
-        offset: int,
-        sizes: Sequence[int],
-        starts: Sequence[int],
-        numbers: Sequence[int],
-    ) -> None:
-        super().__init__(flat, offset, sizes, starts, numbers)
-        self.exponents = np.zeros(len(sizes), np.int64)
-        self.spacing = grids.quantum(self.exponents)
-        self.bounds = np.zeros(len(sizes))
+    @functools.cached_property
+    def exponents(self) -> NDArray[np.int64]:
+        return np.zeros(len(self.sizes), np.int64)
+
+    @functools.cached_property
+    def bounds(self) -> NDArray[np.float64]:
+        return np.zeros(len(self.sizes))
+
+    @property
+    def spacing(self) -> NDArray[np.float64]:
+        return grids.quantum(self.exponents)
 
     def snap_(self, reach: float) -> None:
         """Puts every member on its grid."""
@@ -166,7 +166,6 @@ class GridSegment(Segment):
 
     def _regrid_(self, m: int, exponent: int) -> None:
         self.exponents[m] = exponent
-        self.spacing = grids.quantum(self.exponents)
         grids.snap_(self.member(m), float(self.spacing[m]))
         self.bounds[m] += self.spacing[m]
 
@@ -181,7 +180,6 @@ class GridSegment(Segment):
           ValueError: the member's values are not on that grid.
         """
         self.exponents[m], self.bounds[m] = state["exponent"], state["bound"]
-        self.spacing = grids.quantum(self.exponents)
         values, spacing = self.member(m), float(self.spacing[m])
         on_grid = (
             torch.equal(grids.snap_(part.clone(), spacing), part) for part in values.split(CHUNK)

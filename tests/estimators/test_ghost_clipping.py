@@ -270,30 +270,43 @@ def test_auto_is_dense_while_the_gradients_of_a_microbatch_are_few(
     assert type(found) is expected
 
 
-def test_auto_is_dense_in_half_precision(monkeypatch):
+FROZEN_HALF = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 5).bfloat16().requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("model", "autocast", "tf32", "why"),
+    [
+        (nn.Linear(2, 5).bfloat16(), False, False, "weight is bfloat16"),
+        (FROZEN_HALF, False, False, r"1\.weight is bfloat16"),  # gradients come through it
+        (nn.Linear(2, 5), True, False, "autocast"),
+        (nn.Linear(2, 5), False, True, "TF32"),
+    ],
+)
+def test_what_is_coarser_than_the_clips_margin_is_refused_and_avoided(
+    monkeypatch, model, autocast, tf32, why
+):
     monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
-    half = nn.Linear(2, 5).bfloat16()
-    assert type(per_example_gradients(half, token_loss, "auto", 8)) is PerExampleGradients
-    single = nn.Linear(2, 5)
-    found = per_example_gradients(single, token_loss, "auto", 8, autocast=True)
+    gradients = GhostGradients(nn.Linear(2, 5), token_loss)
+    monkeypatch.setattr(estimators, "rounds_products", lambda: tf32)
+    with pytest.raises(ValueError, match=f"{why}.*per_example_gradients: dense"):
+        per_example_gradients(model, token_loss, "ghost", 8, autocast)
+    found = per_example_gradients(model, token_loss, "auto", 8, autocast)
     assert type(found) is PerExampleGradients
+    if tf32:  # allowed after the start
+        with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):
+            clipped_sum(gradients, {"x": floats(3, 2)}, 1.0)
 
 
-def test_settings_and_precisions_that_ghost_cannot_serve_are_refused():
+def test_settings_and_layers_that_ghost_cannot_serve_are_refused():
     with pytest.raises(ValueError, match="per_example_gradients='fast' is not one of auto, dense"):
         per_example_gradients(nn.Linear(2, 5), token_loss, "fast", 8)
-    with pytest.raises(ValueError, match=r"weight is bfloat16.*per_example_gradients: dense"):
-        per_example_gradients(nn.Linear(2, 5).bfloat16(), token_loss, "ghost", 8)
 
     def objective(model: nn.Module, inputs: Batch) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
             return model(inputs["x"]).float().sum(dim=1)
 
-    gradients = GhostGradients(nn.Linear(2, 5), objective)
-    with pytest.raises(
-        ValueError, match="a Linear computes in half precision.*: dense, or float32"
-    ):
-        clipped_sum(gradients, {"x": floats(3, 2)}, 1.0)
+    with pytest.raises(ValueError, match="Linear computes in half precision.*: dense, or float32"):
+        clipped_sum(GhostGradients(nn.Linear(2, 5), objective), {"x": floats(3, 2)}, 1.0)
 
 
 def test_a_layer_that_computes_in_float64_is_refused_in_words():
@@ -308,30 +321,6 @@ def test_a_layer_that_computes_in_float64_is_refused_in_words():
         clipped_sum(GhostGradients(model, objective), {"x": floats(3, 2, 64)}, 1.0)
     layer.bias.requires_grad_(False)
     assert norm(clipped_sum(PerExampleGradients(model, objective), {"x": floats(3, 2, 64)}, 1.0))
-
-
-def test_a_frozen_base_in_half_precision_is_refused_and_avoided(monkeypatch):
-    """What trains is float32, but its gradients come through bfloat16."""
-    monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
-    base = nn.Linear(2, 5).bfloat16().requires_grad_(False)
-    model = nn.Sequential(nn.Linear(2, 2), base)
-    with pytest.raises(ValueError, match=r"1\.weight is bfloat16.*per_example_gradients: dense"):
-        per_example_gradients(model, token_loss, "ghost", 8)
-    assert type(per_example_gradients(model, token_loss, "auto", 8)) is PerExampleGradients
-
-
-def test_autocast_and_tf32_are_refused_and_avoided(monkeypatch):
-    monkeypatch.setattr(estimators, "DENSE_BYTES", 0)
-    model = nn.Linear(2, 5)
-    with pytest.raises(ValueError, match=r"autocast.*per_example_gradients: dense"):
-        per_example_gradients(model, token_loss, "ghost", 8, autocast=True)
-    gradients = GhostGradients(model, token_loss)
-    monkeypatch.setattr(estimators, "rounds_products", lambda: True)
-    with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):
-        per_example_gradients(model, token_loss, "ghost", 8)
-    with pytest.raises(ValueError, match=r"TF32.*per_example_gradients: dense"):
-        clipped_sum(gradients, {"x": floats(3, 2)}, 1.0)  # allowed after the start
-    assert type(per_example_gradients(model, token_loss, "auto", 8)) is PerExampleGradients
 
 
 def test_layers_that_opacus_has_gradients_but_no_norms_for():

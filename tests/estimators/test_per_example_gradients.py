@@ -418,6 +418,41 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(ids) * 2
 
 
+def doubling() -> nn.Linear:
+    """[B, h] in, [2 B, h] out: both are multiples of B, and no token belongs to another."""
+    layer = nn.Linear(3, 3)
+    plain = layer.forward
+    layer.forward = lambda x: plain(x).repeat_interleave(2, dim=0)
+    return layer
+
+
+def halves(model: nn.Module, inputs: Batch) -> Tensor:
+    return model(inputs["x"]).unflatten(0, (-1, 2)).sum(dim=(1, 2))
+
+
+def mean(model: nn.Module, inputs: Batch) -> Tensor:
+    return toy_objective(model, inputs).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "x", "message"),
+    [
+        (ScaledEmbedding(5, 3), toy_objective, torch.arange(4), "does more than look up rows"),
+        (Toy("plain"), mean, TOY_BATCH["x"], "never a mean over the batch"),
+        (nn.Sequential(doubling()), halves, TOY_BATCH["x"], r"rows that cannot be attributed"),
+        (
+            Toy("plain").requires_grad_(False),
+            toy_objective,
+            TOY_BATCH["x"],
+            "no parameter is trainable",
+        ),
+    ],
+)
+def test_what_is_of_no_single_example_is_refused(kind, model, objective, x, message):
+    with pytest.raises(ValueError, match=message):
+        clipped_sum(kind(model, objective), {"x": x}, 1.0)
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -448,25 +483,6 @@ def test_gpt2s_own_linear_layers_are_refused_by_name(tiny_gpt2, kind):
     expected = gradients_one_by_one(model, select_objective(model), batch_of(language=True))
     found = clipped_sum(gradients, batch_of(language=True), 1e6)
     assert_close(found, [sum(column) for column in zip(*expected, strict=True)])
-
-
-def test_an_embedding_that_does_more_than_look_up_is_refused(kind):
-    batch = {"x": torch.arange(4)}
-    with pytest.raises(ValueError, match="ScaledEmbedding does more than look up rows"):
-        clipped_sum(kind(ScaledEmbedding(5, 3), toy_objective), batch, 1.0)
-
-
-def test_settings_that_mean_nothing_are_refused(kind):
-    with pytest.raises(ValueError, match="no parameter is trainable"):
-        kind(Toy("plain").requires_grad_(False), toy_objective)
-
-
-def test_a_mean_over_the_batch_is_refused(kind):
-    def mean(model: nn.Module, inputs: Batch) -> Tensor:
-        return toy_objective(model, inputs).mean()
-
-    with pytest.raises(ValueError, match="never a mean over the batch"):
-        clipped_sum(kind(Toy("plain"), mean), TOY_BATCH, 1.0)
 
 
 def test_norms_of_long_rows_are_not_short():
@@ -582,17 +598,3 @@ def test_what_is_in_order_passes_and_leaves_nothing(kind, how):
     assert all(p.grad is None and not hasattr(p, "grad_sample") for p in model.parameters())
     with pytest.raises(ValueError, match="at least 2 examples"):
         gradients.check_attribution({"x": batch["x"][:1]})
-
-
-def test_inputs_and_outputs_of_a_layer_must_have_the_same_rows(kind):
-    """[B, h] in, [2 B, h] out: both are multiples of B, and no token belongs to another."""
-
-    model = nn.Sequential(nn.Linear(3, 3))
-    plain = model[0].forward
-    model[0].forward = lambda x: plain(x).repeat_interleave(2, dim=0)
-
-    def objective(model: nn.Module, inputs: Batch) -> Tensor:
-        return model(inputs["x"]).unflatten(0, (-1, 2)).sum(dim=(1, 2))
-
-    with pytest.raises(ValueError, match=r"0 \(Linear\) sees rows that cannot be attributed"):
-        clipped_sum(kind(model, objective), TOY_BATCH, 1.0)

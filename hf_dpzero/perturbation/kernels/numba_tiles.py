@@ -403,8 +403,9 @@ def _do_shares(jobs: list[tuple[Work, list[int]]]) -> None:
             if k + 1 < len(cuts):
                 work(cuts[k], cuts[k + 1])
 
+    # One thread takes the same place in every tensor, so that no job waits for another to end.
     shares = max(len(cuts) - 1 for _, cuts in jobs)
-    pool = _pool(shares, os.getpid())
+    pool = _pool(shares, os.getpid())  # a forked process has none of its parent's threads
     done = [pool.submit(share, k) for k in range(1, shares)]
     try:
         share(0)

@@ -150,6 +150,7 @@ class AdaptiveClipping(NoisedSum):
         """
         if not self.private:
             return 0.0
+        # a little less precision than is left, so that rounding never spends more than z
         left = self.noise_multiplier**-2 * (1 - 2.0**-45) - self.count_multiplier**-2
         return left**-0.5 if left > 0 else math.inf
 

@@ -279,6 +279,7 @@ def check_multiplier(name: str, sigma: float) -> float:
     """
     if not (math.isfinite(sigma) and sigma >= 0):
         raise ValueError(f"{name}={sigma} must be finite and >= 0.")
+    # 0 is a run without privacy, which says so; between it and 2^-10 the slack would not be small
     if sigma > 0 and not MIN_NOISE_MULTIPLIER <= sigma <= MAX_NOISE_MULTIPLIER:
         raise ValueError(
             f"{name}={sigma} is outside [2^-10, 2^25], where the discrete noise on the "
