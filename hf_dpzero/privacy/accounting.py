@@ -388,33 +388,17 @@ def calibrated_noise_multiplier(
 
 
 def _first_guess(spec: StepSpec, steps: int, epsilon: float, delta: float) -> float:
-    """Returns a multiplier of the right size, from a cheaper question with nearly the same answer."""
-    if spec.accountant == "advanced_composition":
-        return lemma_noise_multiplier(epsilon, steps, delta) * spec.sensitivity / 2
-    if spec.sampling == "truncated_poisson":
-        plain = replace(spec, sampling="poisson", max_batch_size=0)
-        return calibrated_noise_multiplier(
-            lambda sigma: ((replace(plain, noise_multiplier=sigma), steps),),
-            epsilon=epsilon,
-            delta=delta,
-        )
-    if spec.distribution == "laplace":
-        return max(1.0, spec.probability * math.sqrt(steps)) / epsilon
+    """Returns a multiplier of the right size."""
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
-    mu = spec.sensitivity / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
+    if spec.accountant == "advanced_composition":
+        return lemma_noise_multiplier(epsilon, steps, delta) * spec.sensitivity / 2
+    if spec.distribution == "laplace":
+        return max(1.0, spec.probability * math.sqrt(steps)) / epsilon
+    mu = 1 / float(get_sigma_gaussian(epsilon, max(delta, 1e-300)))
     # Central limit for subsampled Gaussians: mu = q sqrt(T (e^(1/sigma^2) - 1)), Dong et al. 2022.
-    ratio = mu / (spec.probability * math.sqrt(steps) * spec.sensitivity)
-    guess = spec.sensitivity / math.sqrt(math.log1p(ratio**2))
-    if accountant_used(spec) != "pld" or not math.isfinite(guess):
-        return guess
-
-    def rough(sigma: float) -> float:
-        # on the coarse grid: an upper bound within a percent or so, at a tenth of the cost
-        noisier = replace(spec, noise_multiplier=sigma)
-        return _pld_on_grid([(noisier, steps)], delta, False, coarse_grid(noisier))
-
-    return smallest_argument(rough, epsilon, guess, tolerance=1e-3)
+    ratio = mu / (spec.probability * math.sqrt(steps))
+    return spec.sensitivity / math.sqrt(math.log1p(ratio**2))
 
 
 def smallest_argument(

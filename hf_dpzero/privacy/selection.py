@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -285,14 +286,7 @@ def composition_entry(plans: Sequence[PrivacyPlan], swept: Sequence[str]) -> Tun
       plans: of all runs.
       swept: names of the settings that were searched.
     """
-    counted: list[dict[str, Any]] = []
-    for plan in plans:
-        values = plan.to_dict()
-        same = next((item for item in counted if item["plan"] == values), None)
-        if same is None:
-            counted.append({"count": 1, "plan": values})
-        else:
-            same["count"] += 1
+    counted = [{"count": n, "plan": plan.to_dict()} for plan, n in Counter(plans).items()]
     return {"composition": {"runs": len(plans), "swept": list(swept), "plans": counted}}
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from hf_dpzero.privacy.correlated.matrices import Factorization, groups_of
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise, normal_quantiles
+from hf_dpzero.privacy.sampling import KEY_BYTES
 
-KEY_BYTES = 32
 BLOCK = 1 << 12
 """Coordinates whose sums are made at a time; their draws stay in the processor's cache."""
 AHEAD = 4

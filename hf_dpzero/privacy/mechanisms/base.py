@@ -13,6 +13,7 @@ import numpy as np
 from hf_dpzero.privacy.described import Described, check_count
 from hf_dpzero.privacy.discretization import noised_on_grid
 from hf_dpzero.privacy.noise import NoiseSource
+from hf_dpzero.privacy.sampling import KEY_BYTES
 
 Relation = Literal["add_or_remove_one", "replace_one", "replace_special"]
 RELATIONS: tuple[Relation, ...] = ("add_or_remove_one", "replace_one", "replace_special")
@@ -198,8 +199,6 @@ class DenseNoise(NoisedSum):
             self.divisor
         )
 
-
-KEY_BYTES = 32
 
 AVERAGED_CAVEAT = (
     "clipping='averaged' moves a group's mean by up to 2C, so the accounting uses half of the stated "
