@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -371,13 +370,6 @@ def test_half_precision_is_refused():
     with pytest.raises(
         ValueError, match=r"strategy='stacked' with weight in torch.bfloat16.*train in"
     ):
-        FiniteDifferences(model, space, squared, SMOOTHING, strategy="stacked")
-
-
-def test_a_compiled_model_is_refused():
-    model: Any = torch.compile(nn.Linear(3, 3), backend="eager")
-    space = ParameterSpace.from_model(model, smoothing=SMOOTHING)
-    with pytest.raises(ValueError, match="strategy='stacked' .* use strategy='whole_model'"):
         FiniteDifferences(model, space, squared, SMOOTHING, strategy="stacked")
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import optimize, stats
+from step_specs import FIXED, FULL, LEMMA, TRUNCATED, spec
 
 from hf_dpzero.privacy import accounting
 from hf_dpzero.privacy.accounting import (
@@ -39,23 +40,6 @@ def noise_for(step: StepSpec, steps: int, **target: float) -> float:
     return calibrated_noise_multiplier(
         lambda sigma: ((replace(step, noise_multiplier=sigma), steps),), **target
     )
-
-
-def spec(**changes) -> StepSpec:
-    """n = 1000, B = 16 (q = 0.016), sigma = 2, Poisson, add or remove one."""
-    base = {
-        "sampling": "poisson",
-        "num_examples": 1000,
-        "batch_size": 16.0,
-        "noise_multiplier": 2.0,
-    }
-    return StepSpec(**{**base, **changes})
-
-
-FIXED = {"sampling": "fixed_size_without_replacement", "relation": "replace_one"}
-TRUNCATED = {"sampling": "truncated_poisson", "max_batch_size": 32}
-FULL = {"sampling": "full_batch", "batch_size": 1000.0}
-LEMMA = {**FULL, "relation": "replace_one", "accountant": "advanced_composition"}
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,16 @@ import math
 
 import numpy as np
 import pytest
+from step_specs import spec
 
 from hf_dpzero.privacy import accounting
 from hf_dpzero.privacy.accounting import epsilon_after
-from hf_dpzero.privacy.events import StepSpec
 from hf_dpzero.privacy.heterogeneous import _losses, grouped
 from hf_dpzero.privacy.heterogeneous import composed_epsilon as epsilon_of_kinds
 
 
 def composed_epsilon(levels, q: float, delta: float, grid: float) -> float:
     return epsilon_of_kinds([(sigma, q, count) for sigma, count in levels], delta, grid)
-
-
-def spec(sigma: float, n: int = 1000, batch: float = 100.0, **more) -> StepSpec:
-    settings = {"sampling": "poisson", "num_examples": n, "batch_size": batch, **more}
-    return StepSpec(noise_multiplier=sigma, **settings)
 
 
 def by_library(parts, delta: float) -> float:
@@ -40,7 +35,11 @@ def by_library(parts, delta: float) -> float:
 @pytest.mark.parametrize("delta", [1e-5, 1e-9])
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 5.0])
 def test_agrees_with_dp_accounting(sigma, delta):
-    parts = ((spec(sigma), 60), (spec(1.4 * sigma, batch=50.0), 40), (spec(0.8 * sigma), 20))
+    parts = (
+        (spec(sigma, batch=100.0), 60),
+        (spec(1.4 * sigma, batch=50.0), 40),
+        (spec(0.8 * sigma, batch=100.0), 20),
+    )
     kinds = [(s.noise_multiplier, s.probability, k) for s, k in parts]
     ours = epsilon_of_kinds(kinds, delta, 1e-3)
     assert ours == pytest.approx(by_library(parts, delta), rel=1e-3)

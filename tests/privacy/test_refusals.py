@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from step_specs import FIXED, FULL, LEMMA, TRUNCATED, spec
 
 from hf_dpzero.privacy.accounting import calibrated_noise_multiplier, epsilon_after
 from hf_dpzero.privacy.correlated.correlation import Correlation
@@ -21,7 +22,7 @@ from hf_dpzero.privacy.correlated.factorization import (
     tree_least_squares,
 )
 from hf_dpzero.privacy.correlated.stream import CorrelatedNoise, KeyedNoise
-from hf_dpzero.privacy.events import StepSpec, check_sound, step_event
+from hf_dpzero.privacy.events import check_sound, step_event
 from hf_dpzero.privacy.group_losses import PerStepGroups, PrefixSumGroups, VertexGroups
 from hf_dpzero.privacy.mechanisms import (
     DPSGD,
@@ -337,20 +338,6 @@ def test_what_has_no_meaning_or_no_account_is_refused(make, message):
         make()
 
 
-def spec(**changes) -> StepSpec:
-    base = {
-        "sampling": "poisson",
-        "num_examples": 1000,
-        "batch_size": 16.0,
-        "noise_multiplier": 2.0,
-    }
-    return StepSpec(**{**base, **changes})
-
-
-FIXED = {"sampling": "fixed_size_without_replacement", "relation": "replace_one"}
-TRUNCATED = {"sampling": "truncated_poisson", "max_batch_size": 32}
-FULL = {"sampling": "full_batch", "batch_size": 1000.0}
-LEMMA = {**FULL, "relation": "replace_one", "accountant": "advanced_composition"}
 LEAVE_RELATION = "; use neighboring_relation='replace_one' or sampling='poisson'"
 UNSOUND = [
     ({"accountant": "advanced_composition", "relation": "replace_one"},
