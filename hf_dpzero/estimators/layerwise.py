@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -233,7 +233,7 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._levels: dict[torch.device, list[_Level]] = {}
+        self._buffers: dict[torch.device, list[Tensor]] = {}  # of each level
         self._depth: dict[torch.device, int] = {}
 
     @contextlib.contextmanager
@@ -241,35 +241,24 @@ class Scratch:
         """Key -> uninitialised tensor with the shape and dtype of that one of `tensors`.
 
         Args:
-          tensors: at least one, all on one device; the same mapping object gets the same views.
+          tensors: at least one, all on one device.
         """
         device = next(iter(tensors.values())).device
-        depth, levels = self._depth.get(device, 0), self._levels.setdefault(device, [])
-        known = levels[depth].views.get(id(tensors)) if depth < len(levels) else None
-        if known is None:
-            size = sum(map(_padded, tensors.values()))
-            if depth >= len(levels) or size > levels[depth].buffer.numel():
-                del levels[depth:]  # first, so that the old and the new buffer never coexist
-                levels.append(_Level(torch.empty(size, dtype=torch.uint8, device=device), {}))
-            views, start = {}, 0
-            for key, tensor in tensors.items():
-                part = levels[depth].buffer[start : start + tensor.nbytes]
-                views[key] = part.view(tensor.dtype).view(tensor.shape)
-                start += _padded(tensor)
-            # the mapping is kept too, for the id of one that is gone may come again
-            known = levels[depth].views[id(tensors)] = tensors, views
+        depth, buffers = self._depth.get(device, 0), self._buffers.setdefault(device, [])
+        size = sum(map(_padded, tensors.values()))
+        if depth >= len(buffers) or size > buffers[depth].numel():
+            del buffers[depth:]  # first, so that the old and the new buffer never coexist
+            buffers.append(torch.empty(size, dtype=torch.uint8, device=device))
+        views, start = {}, 0
+        for key, tensor in tensors.items():
+            part = buffers[depth][start : start + tensor.nbytes]
+            views[key] = part.view(tensor.dtype).view(tensor.shape)
+            start += _padded(tensor)
         self._depth[device] = depth + 1
         try:
-            yield known[1]
+            yield views
         finally:
             self._depth[device] = depth
-
-
-class _Level(NamedTuple):
-    """One buffer, and its views for every set of tensors that has used it."""
-
-    buffer: Tensor
-    views: dict[int, tuple[Mapping[int, Tensor], dict[int, Tensor]]]
 
 
 def _padded(tensor: Tensor) -> int:

@@ -30,8 +30,8 @@ from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 def held_bytes(visits: ModuleVisits) -> int:
     """What the scratch memory takes now."""
-    levels = visits.scratch._levels.values()
-    return sum(level.buffer.numel() for of_device in levels for level in of_device)
+    held = visits.scratch._buffers.values()
+    return sum(buffer.numel() for of_device in held for buffer in of_device)
 
 
 class LayerwiseBench(Bench):
