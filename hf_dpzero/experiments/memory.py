@@ -202,7 +202,7 @@ class MetaModel:
         return str(getattr(self.config, "dtype", None) or torch.float32).removeprefix("torch.")
 
     @property
-    def body(self) -> Any:
+    def body(self) -> PretrainedConfig:
         """The part of the configuration that says how deep and how wide the body is."""
         return getattr(self.config, "encoder", None) or self.config.get_text_config()
 
@@ -385,9 +385,8 @@ def zeroth_order_bytes(
         for module in model.modules():
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
             size = sum(p.nbytes for p in own)
-            if (
-                isinstance(module, nn.Embedding) and own
-            ):  # the rows that a pass reads, and their noise
+            if isinstance(module, nn.Embedding) and own:
+                # the rows that a pass reads, and their noise: no copy of the whole table
                 rows = min(module.num_embeddings, tokens)
                 size = 2 * rows * module.embedding_dim * own[0].element_size()
             kept = max(kept, size)

@@ -188,16 +188,14 @@ def _memory_section(meta: MetaModel, recipe: Recipe) -> Section:
         row = {**asdict(run), "peak": run.peak, "fits": fits}
         by_precision[row.pop("precision")] = row
     precision = f"{bits}-bit" if bits else meta.own_dtype
-    low = precision != "float32" or args.bf16
+    low, several = precision != "float32" or args.bf16, memory.several_words(meta, recipe.data)
     private = not args.not_private and args.noise_multiplier != 0
     notes = {
         f"rows of {length} tokens, as long as max_seq_length allows: shorter texts take less": True,
         "libraries and a GPU's context, about 0.5 GB each, come on top; a device fits if a tenth of "
         "it is left": True,
         "label words are taken to be one token each; several make as many rows": (
-            meta.head == "causal_lm"
-            and meta.num_labels
-            and not memory.several_words(meta, recipe.data)
+            meta.head == "causal_lm" and meta.num_labels and not several
         ),
         "bf16: autocast holds one layer's weights in bfloat16 as well": args.bf16,
         # What `checks.precision.check_precision` will say, as far as a recipe tells.

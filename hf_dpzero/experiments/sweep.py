@@ -169,25 +169,21 @@ def _check(settings: SweepSettings) -> None:
     composed = settings.tuning == "composed"
     data = {field.name for field in dataclasses.fields(DataArguments)} - {"max_seq_length"}
     for name in settings.grid:
-        if name.partition(".")[0] in _NEVER:
-            reason = (
-                "it belongs to a run's folder, secrets or publication, and is no hyper-parameter."
-            )
-        elif composed and name in _BUDGET:
-            reason = (
-                "the sweep sets the noise of every trial from the total that the recipe's "
-                "target_epsilon and target_delta allow; sweep it with --tuning public."
-            )
-        elif composed and name in data:
-            reason = (
-                "the guarantee is for one fixed set of training rows, and scores compare on one "
-                "validation set; fix it."
-            )
-        elif settings.secret and name in _EVENT:
-            reason = f"it {_CHANGES_EVENT}"
-        else:
-            continue
-        raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
+        reasons = {
+            "it belongs to a run's folder, secrets or publication, and is no hyper-parameter.": (
+                name.partition(".")[0] in _NEVER
+            ),
+            "the sweep sets the noise of every trial from the total that the recipe's "
+            "target_epsilon and target_delta allow; sweep it with --tuning public.": (
+                composed and name in _BUDGET
+            ),
+            "the guarantee is for one fixed set of training rows, and scores compare on one "
+            "validation set; fix it.": composed and name in data,
+            f"it {_CHANGES_EVENT}": settings.secret and name in _EVENT,
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
     if composed:
         training = settings.load(settings.points[0]).training
         for name in ("sampler_key", "insecure_noise_seed", "log_private_diagnostics"):

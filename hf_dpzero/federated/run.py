@@ -99,8 +99,8 @@ class InProcess:
                 if kind == "join":
                     answers[name] = self.join(name, payloads[name])
                 else:
-                    client, replica = self.side.clients[name], self.side.replica
-                    answers[name] = client.answer(replica, payloads[name])
+                    client = self.side.clients[name]
+                    answers[name] = client.answer(self.side.replica, payloads[name])
             except (ValueError, OSError) as error:
                 logger.warning("client %s failed: %s", name, error)
         return answers

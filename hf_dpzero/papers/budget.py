@@ -26,14 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.privacy.schedules import NoiseSchedule, shape
 
-Floats = NDArray[Any]
+Floats = NDArray[np.float64]
 
 TOLERANCE = 1e-9
 """A step may exceed what is left of the budget by so much of R: rounding of a sum that ends at R."""

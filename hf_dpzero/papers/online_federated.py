@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,10 @@ from hf_dpzero.papers.budget import zcdp_rho
 from hf_dpzero.privacy.correlated import factorization as f
 
 Array = NDArray[Any]
-Gradient = Callable[[Array, Any], Array]
+Record = TypeVar("Record")
+Records = TypeVar("Records", contravariant=True)
+Rate = TypeVar("Rate", float, Array)
+Gradient = Callable[[Array, Record], Array]
 """(z [d], record) -> gradient [d]."""
 
 
@@ -102,23 +105,23 @@ class Federation:
             )
         return self.sensitivity() / self.local_steps
 
-    def local_rate(self, etilde: Any) -> Any:
+    def local_rate(self, etilde: Rate) -> Rate:
         """Returns eta = etilde / (eta_g tau)."""
         return etilde / (self.server_rate * self.local_steps)
 
 
-class Stream:
+class Stream(Generic[Record]):
     """Hands out the records of a round, in order and once.
 
     Args:
       rounds: records of round 0, 1, ...; whatever the oracle reads.
     """
 
-    def __init__(self, rounds: Iterable[Any]) -> None:
+    def __init__(self, rounds: Iterable[Record]) -> None:
         self._rounds = iter(rounds)
         self._served = 0
 
-    def take(self, round_: int) -> Any:
+    def take(self, round_: int) -> Record:
         """Returns the records of round `round_`, which must be the next one.
 
         Raises:
@@ -154,7 +157,7 @@ def clipped(gradients: Array, clip: float) -> Array:
 
 
 def local_message(
-    gradient: Gradient, x: Array, records: Sequence[Any], rate: float, clip: float
+    gradient: Gradient[Record], x: Array, records: Sequence[Record], rate: float, clip: float
 ) -> Array:
     """Returns g_i = (x - z^tau) / (eta tau): the mean of the clipped gradients along the local steps.
 
@@ -184,8 +187,8 @@ def local_message(
 
 def learn(
     federation: Federation,
-    gradient: Gradient,
-    streams: Sequence[Stream],
+    gradient: Gradient[Record],
+    streams: Sequence[Stream[Sequence[Record]]],
     increments: Sequence[Array],
     *,
     etilde: float,
@@ -233,10 +236,10 @@ def learn(
         yield x, sent
 
 
-class Oracle(Protocol):
+class Oracle(Protocol[Records]):
     """Local steps of all cells, seeds and learners at once."""
 
-    def mean_message(self, x: Array, records: Any, rates: Array, clip: float) -> Array:
+    def mean_message(self, x: Array, records: Records, rates: Array, clip: float) -> Array:
         """Returns the learners' mean of g_i.
 
         Args:
@@ -260,8 +263,8 @@ class Cells(NamedTuple):
 
 def simulate(
     federation: Federation,
-    oracle: Oracle,
-    stream: Stream,
+    oracle: Oracle[Record],
+    stream: Stream[Record],
     noises: Array,
     cells: Cells,
     start: Array,

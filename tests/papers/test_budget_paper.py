@@ -111,15 +111,6 @@ def test_lemma_4_4_for_any_influence():
         assert 0.7 * q @ other**2 >= least * (1 - 1e-12)
 
 
-@pytest.mark.parametrize(("steps", "gain"), [(10, 1.0054201), (100, 1.4960383), (1000, 12.8226208)])
-def test_the_gain_is_nearly_x_coth_x(steps, gain):
-    q = 0.95 ** np.arange(steps - 1, -1, -1.0)
-    found = steps * q.sum() / np.sqrt(q).sum() ** 2
-    x = steps / 80
-    assert found == pytest.approx(gain, rel=1e-7)
-    assert found == pytest.approx(x / math.tanh(x), rel=0.03)
-
-
 def test_momentum_influence_is_u_3():
     steps, gamma, beta = 30, 0.93, 0.6
     t = np.arange(1, steps + 1)

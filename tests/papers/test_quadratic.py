@@ -37,7 +37,7 @@ def test_zeroth_order_is_the_algorithm_written_out(vector_noise):
     directions = quadratic._generator(5, 1).standard_normal((20, 6), dtype=np.float32)
     noise = quadratic._generator(5, 2)
     x, sigma = np.zeros(6), quadratic.noise_std(2.0, 20, 40)
-    for v in _in_blocks(directions):
+    for v in directions:  # drawn 16 at a time from one stream, hence the same numbers
         u = v * math.sqrt(6) / np.linalg.norm(v)
         s = np.array([u @ (p.spectrum * (x - xi)) for xi in p.train])
         if vector_noise:  # each vector s_i u clipped to norm C
@@ -47,12 +47,6 @@ def test_zeroth_order_is_the_algorithm_written_out(vector_noise):
             step = (np.clip(s, -2, 2).mean() + sigma * noise.standard_normal(1, np.float32)[0]) * u
         x = x - 0.1 * step
     np.testing.assert_allclose(found, x, atol=2e-5)
-
-
-def _in_blocks(directions):
-    """Rows as the study draws them: 16 at a time from one stream, hence the same numbers."""
-    assert quadratic.BLOCK == 16
-    return directions
 
 
 def test_dp_gd_is_the_algorithm_written_out():
