@@ -65,31 +65,22 @@ CHECKS: tuple[Check, ...] = (
     Check("trained weights", "model", "always", model.check_trained, ("model",)),
     Check("layers over the batch", "model", "always", model.check_layers, ("model",)),
     Check("offload", "model", "always", check_offload, ("model", "args")),
-    Check(
-        *("same rows", "objective", "several processes"),
-        *(processes.check_same_rows, ("dataset",)),
-    ),
-    Check(
-        *("mixed precision", "objective", "always"),
-        *(precision.check_mixed_precision, ("args", "args.device.type")),
-    ),
+    Check("same rows", "objective", "several processes", processes.check_same_rows, ("dataset",)),
+    Check("mixed precision", "objective", "always",
+          precision.check_mixed_precision, ("args", "args.device.type")),
     Check("random generators", "objective", "private", data.check_draws, ("collator", "dataset")),
-    Check(
-        *("precision of gradients", "objective", "private, first order"),
-        *(precision.check_precision, ("model", "args")),
-    ),
+    Check("precision of gradients", "objective", "private, first order",
+          precision.check_precision, ("model", "args")),
     Check("attention that remembers", "objective", "private", model.check_widths, ("model",)),
-    Check(
-        *("timed kernels", "objective", "private"),
-        *(model.check_kernels_are_fixed, ("args.device.type",)),
-    ),
+    Check("timed kernels", "objective", "private",
+          model.check_kernels_are_fixed, ("args.device.type",)),
     Check("unit of privacy", "objective", "private", data.check_unit),
     Check("lengths", "objective", "always", data.check_lengths),
     Check("row 0", "passes", "always", passes.check_first_row, passes=1),
     Check("collator", "passes", "always", passes.check_collator),
     Check("neighbours and places", "passes", "always", passes.choose_passes, passes=30),
     Check("finite losses", "passes", "always", public_rows.check_finite, passes=2),
-)
+)  # fmt: skip
 
 
 def run_checks(run: Run, stage: Stage) -> None:

@@ -28,6 +28,7 @@ from hf_dpzero.reporting.model_card import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
 from hf_dpzero.reporting.public import RECIPE_FILE
+from hf_dpzero.run_folder.folder import checkpoint_of
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask
@@ -46,13 +47,9 @@ def run_train(arguments: Train) -> None:
     folder = recipe.output_dir
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"output_dir={str(folder)!r} is a file; give a folder.")
-    if isinstance(resume, str) and not Path(resume).is_dir():
-        raise FileNotFoundError(
-            f"resume_from_checkpoint={resume!r} is no folder; give a checkpoint's, or nothing behind "
-            "--resume_from_checkpoint for the last one."
-        )
+    # The trainer refuses this too; here it is said before the model and the data are loaded.
+    checkpoint_of(folder, resume)
     if resume is None and (folder / LEDGER_NAME).exists():
-        # The trainer refuses this too; here it is said before the model and the data are loaded.
         raise LedgerError(
             f"{folder} holds the ledger of an earlier run: continue it with "
             "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget "

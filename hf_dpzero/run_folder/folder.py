@@ -96,30 +96,31 @@ def checkpoint_of(output_dir: Path, resume: str | bool | None) -> str | None:
 
 def ledger_header(run: Run) -> dict[str, Any]:
     """Returns the ledger's header: everything public that the releases depend on."""
+    args, plan = run.args, run.plan
     trainable = [n for n, p in run.model.named_parameters() if p.requires_grad]
-    decayed = run.decayed() if run.args.weight_decay else []
+    decayed = run.decayed() if args.weight_decay else []
     header = {
-        **run.args.direction_settings(),
-        "weight_decay": run.args.weight_decay,
+        **args.direction_settings(),
+        "weight_decay": args.weight_decay,
         "trainable": trainable,
         "decayed": sorted(set(decayed) & set(trainable)),
-        "replayable": run.plan.mechanism.replayable,
-        "num_values": run.plan.values_per_release,
-        "plan": run.plan.to_dict(),
-        "target_epsilon": run.args.target_epsilon if run.plan.private else None,
+        "replayable": plan.mechanism.replayable,
+        "num_values": plan.values_per_release,
+        "plan": plan.to_dict(),
+        "target_epsilon": args.target_epsilon if plan.private else None,
         "target_delta": run.delta,
-        "tuning": run.args.tuning,
+        "tuning": args.tuning,
         "noise_source": run.noise.name,
-        "privacy_unit": run.args.privacy_unit,
-        "sampler_key_is_secret": run.args.testing.sampler_key is None,
-        "log_private_diagnostics": run.args.testing.log_private_diagnostics,
+        "privacy_unit": args.privacy_unit,
+        "sampler_key_is_secret": args.testing.sampler_key is None,
+        "log_private_diagnostics": args.testing.log_private_diagnostics,
         "versions": versions(),
     }
-    if run.args.extends_run is not None:
-        header["extends"] = header_entries(run.args.extends_run)
-        header["tuning"] = worst_tuning(run.args.tuning, header["extends"])
-    if run.args.testing.direction_key is not None:
-        header["direction_key"] = f"{run.args.testing.direction_key:032x}"
+    if args.extends_run is not None:
+        header["extends"] = header_entries(args.extends_run)
+        header["tuning"] = worst_tuning(args.tuning, header["extends"])
+    if args.testing.direction_key is not None:
+        header["direction_key"] = f"{args.testing.direction_key:032x}"
     return header
 
 

@@ -6,6 +6,7 @@ import filecmp
 import hashlib
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -299,19 +300,10 @@ def test_what_offload_does_not_allow(
 
 
 def test_several_processes_are_sent_to_fsdp2(tmp_path: Path, base: Path):
-    trainer = build(tmp_path / "out", offloaded(base, tmp_path / "folder", "cpu"))
-    trainer.args.distributed_state.num_processes = 2
-    try:
-        with pytest.raises(ValueError, match=r"2 processes.*configs/accelerate/fsdp2\.yaml"):
-            check_offload(trainer.model, trainer.args)
-    finally:
-        trainer.args.distributed_state.num_processes = 1
-
-
-def test_a_model_that_moves_as_a_whole_is_refused(tmp_path: Path, base: Path):
-    model, _ = accelerate.cpu_offload_with_hook(load(base), torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"use accelerate\.cpu_offload"):
-        build(tmp_path / "out", model)
+    model = offloaded(base, tmp_path / "folder", "cpu")
+    settle_offloaded(model)
+    with pytest.raises(ValueError, match=r"2 processes.*configs/accelerate/fsdp2\.yaml"):
+        check_offload(model, SimpleNamespace(world_size=2))
 
 
 def test_quantised_weights_are_not_offloaded(tmp_path: Path):
