@@ -1,6 +1,6 @@
 """What a run shows while it trains: one banner, one progress bar, no loss that nobody may see.
 
-Times stay on the training machine (docs/privacy.md, "Threat model"); nothing here is saved.
+The bar's times stay on the training machine (docs/privacy.md, "Threat model"); nothing here is saved.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +26,6 @@ from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, part_words, round_up
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.folder import report_of
-
-_TIMED_STEPS = 3
 
 
 class PrivateOutput(TrainOutput):
@@ -165,37 +162,28 @@ def replace_progress(handler: CallbackHandler, args: TrainingArguments) -> None:
 
 
 class RunCallback(TrainerCallback):
-    """The banner at the start, the time left after three steps, and a straight run's count of epochs.
+    """The banner at the start, rates of a given scheduler, and a straight run's count of epochs.
 
     Attributes:
       run: that trains; the trainer sets it.
     """
 
     run: Run
-
-    def __init__(self) -> None:
-        self._seconds: list[float] = []
-        self._since, self._paid = 0.0, 0
-        self._first_epoch: int | None = None  # while it runs
+    _first_epoch: int | None = None  # while it runs
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Says what runs, once, on rank 0."""
-        self._seconds, self._paid = [], self.run.opened.next_step
         self._first_epoch = state.global_step // self.run.plan.sampler.steps_per_epoch
         if state.global_step == 0:  # later the checkpoint's optimizer has the rate
             follow_scheduler(**kwargs)
-        if _speaks(args, state):
+        if state.is_world_process_zero and args.get_process_log_level() <= logging.WARNING:
             tqdm.write(banner(self.run, report_of(self.run)))
 
     def on_epoch_end(self, *_: object, **__: object) -> None:
         """Leaves `state.epoch` to Trainer from here on."""
         self._first_epoch = None
-
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        """Starts the clock of a step that is not replayed."""
-        self._since = time.perf_counter()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -205,12 +193,6 @@ class RunCallback(TrainerCallback):
         if (done := self._first_epoch) is not None:  # Trainer forgets the steps before a resume
             steps = self.run.plan.sampler.steps_per_epoch
             state.epoch = done + (state.global_step - done * steps) / steps
-        if state.global_step <= self._paid or len(self._seconds) == _TIMED_STEPS:
-            return
-        self._seconds.append(time.perf_counter() - self._since)
-        left = state.max_steps - state.global_step
-        if len(self._seconds) == _TIMED_STEPS and left > 0 and _speaks(args, state):
-            tqdm.write(time_left(self._seconds, left))
 
 
 def follow_scheduler(optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler, **_: Any) -> None:
@@ -219,24 +201,6 @@ def follow_scheduler(optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler
     if getattr(getattr(lr_scheduler, "optimizer", None), "param_groups", None) is not groups:
         for group in groups:
             group["lr"] = lr_scheduler.get_last_lr()[0]
-
-
-def _speaks(args: TrainingArguments, state: TrainerState) -> bool:
-    return bool(state.is_world_process_zero) and args.get_process_log_level() <= logging.WARNING
-
-
-def time_left(seconds: list[float], steps: int) -> str:
-    """How long the rest takes, from the first steps; evaluation and checkpoints not counted.
-
-    >>> time_left([0.5, 0.7, 0.6], 1000)
-    'about 10 min left: 1000 steps of 0.6 s'
-    """
-    each = sum(seconds) / len(seconds)
-    whole = each * steps
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
-        if whole >= 1.5 * size or size == 1:
-            return f"about {max(1, round(whole / size))} {unit} left: {steps} steps of {each:.2g} s"
-    raise AssertionError
 
 
 def banner(run: Run, report: PrivacyReport) -> str:

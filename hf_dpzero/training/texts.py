@@ -6,6 +6,7 @@ read from files lie beside the cached texts. They are no part of `output_dir`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import datasets
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
@@ -92,8 +93,15 @@ class TextRows:
         if isinstance(dataset, Mapping):
             return {name: self.evaluated(part) for name, part in dataset.items()}
         made = self._rows(self._formatted(dataset, "eval_dataset"), "eval_dataset")
-        if made is not dataset:
-            _warn_of_unlabelled(made, self.args.max_length)
+        if made is dataset or isinstance(made, datasets.IterableDataset):
+            return made
+        # Of evaluation rows, which are public, it may be said.
+        if empty := sum(set(row["labels"]) == {IGNORED} for row in made):
+            logger.warning(
+                f"{empty} of {len(made)} evaluation rows have no label within max_length="
+                f"{self.args.max_length}: they count as rows, and a batch of them alone has no "
+                "eval_loss (nan)."
+            )
         return made
 
     def _formatted(self, dataset: Any, name: str) -> Any:
@@ -120,7 +128,14 @@ class TextRows:
             )
         if not isinstance(row, Mapping):
             return dataset
-        _check_label(row, name)
+        for column in LABEL_COLUMNS:
+            if isinstance(row.get(column), str):
+                raise ValueError(
+                    f"the column {column!r} of {name} holds words: make them numbers from 0 on, with "
+                    "names that may be public, dataset.cast_column(column, "
+                    "datasets.ClassLabel(names=names)) or dataset.class_encode_column(column), and "
+                    "label2id and id2label of the model's config."
+                )
         unread = not any(takes(self.model, column) for column in set(row) - set(LABEL_COLUMNS))
         words = sorted(str(n) for n in row if n not in LABEL_COLUMNS and _is_text(row[n]))
         if not words or not unread:
@@ -129,8 +144,10 @@ class TextRows:
         return self._tokenised(dataset, row, name)
 
     def _check(self, row: Row, words: list[str], name: str) -> None:
-        form = form_of(row)
-        if form is None or not _is_causal(self.model):
+        form, causal = form_of(row), False
+        with contextlib.suppress(ValueError):  # a head with a loss of the user's own
+            causal = select_objective(self.model) is causal_lm_objective
+        if form is None or not causal:
             raise ValueError(
                 f"{name} has text in columns {words}, which {type(self.model).__name__} does not take. "
                 "Tokenise it first, dataset.map(lambda row: tokenizer(row['...'], truncation=True)), or "
@@ -214,13 +231,6 @@ class Formatted:
         return {"text": text}
 
 
-def _is_causal(model: nn.Module) -> bool:
-    try:
-        return select_objective(model) is causal_lm_objective
-    except ValueError:  # a head with a loss of the user's own
-        return False
-
-
 def _first(dataset: Any) -> Any:
     """Row 0; None where there is none, or reading it would use it up."""
     if isinstance(dataset, datasets.IterableDataset):
@@ -237,28 +247,6 @@ def _is_text(cell: object) -> bool:
     return isinstance(cell, str) or (
         isinstance(cell, list) and bool(cell) and isinstance(cell[0], (str, Mapping))
     )
-
-
-def _check_label(row: Row, name: str) -> None:
-    for column in LABEL_COLUMNS:
-        if isinstance(row.get(column), str):
-            raise ValueError(
-                f"the column {column!r} of {name} holds words: make them numbers from 0 on, with names "
-                "that may be public, dataset.cast_column(column, datasets.ClassLabel(names=names)) or "
-                "dataset.class_encode_column(column), and label2id and id2label of the model's config."
-            )
-
-
-def _warn_of_unlabelled(rows: Any, max_length: int | None) -> None:
-    """Of evaluation rows, which are public, it may be said."""
-    if isinstance(rows, datasets.IterableDataset):
-        return
-    empty = sum(set(row["labels"]) == {IGNORED} for row in rows)
-    if empty:
-        logger.warning(
-            f"{empty} of {len(rows)} evaluation rows have no label within max_length={max_length}: they "
-            "count as rows, and a batch of them alone has no eval_loss (nan)."
-        )
 
 
 # ------------------------------------------------------------------ conversations
