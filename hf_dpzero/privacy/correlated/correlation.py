@@ -243,5 +243,6 @@ def prefix_part(plan: PrivacyPlan, whole: StepSpec, count: int) -> StepSpec:
     """Returns the first `count` steps: the same draws over a sensitivity that is no larger."""
     if count == plan.steps:
         return whole
+    # Both are rounded up, by 1e-9 at most: their ratio could be too large by as much.
     ratio = sensitivity(plan) / sensitivity(plan, count)
     return replace(whole, noise_multiplier=whole.noise_multiplier * max(1.0, ratio * (1 - 1e-8)))

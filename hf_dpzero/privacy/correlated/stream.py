@@ -64,6 +64,7 @@ class KeyedNoise(NoiseSource):
             )
 
     def normals(self, size: int, step: int, part: int) -> np.ndarray:
+        # the key of the start that added the step: earlier ones know it in every copy of the folder
         key = next(key for first, key in reversed(self.keys) if first <= step)
         address = key + step.to_bytes(8, "little") + part.to_bytes(8, "little")
 
@@ -115,6 +116,7 @@ class CorrelatedNoise(NoiseSource):
         self.base, self.factorization, self.base_deviation = base, factorization, sensitivity
         self.name, self.secure = base.name, base.secure
         most = max(len(factorization.kept(step)) for step in _sample(factorization.rounds))
+        # sums that wait for later steps take as much memory as draws do
         fit = cache_bytes // (8 * max(dimension, 1)) - (AHEAD - 1)
         self.held = min(most, max(0, fit))
         self._parts: dict[int, _Draws] = {}

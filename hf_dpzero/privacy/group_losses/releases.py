@@ -197,6 +197,7 @@ class _PrefixSums(GroupPlayer):
         self, total: Sequence[int], multiplier: float, step: int, noise: NoiseSource
     ) -> tuple[float, ...]:
         self._sums.append(list(total))
+        # A release is a row of C V: with a step left out it would be a row of something else.
         assert len(self._sums) == step + 1, "sums of earlier steps are missing"
         history = np.asarray(self._sums, dtype=np.float64)
         row = self._column[: len(history)][::-1] @ history
@@ -275,7 +276,7 @@ class VertexGroups(BudgetedGroups):
             middle = (low + high) / 2
             fits = self.precision(middle, sampler, steps, spec.relation) <= allowed
             low, high = (middle, high) if fits else (low, middle)
-            if high < 1e-30:
+            if high < 1e-30:  # no rate is paid for: `high - low` would shrink for ever
                 break
         return low
 

@@ -178,7 +178,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
 class _Hidden:
     """Neither copied nor stored."""
 
-    __slots__ = ()
+    __slots__ = ()  # without one here, subclasses would have a __dict__, which `vars` shows
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         # `copy` and `deepcopy` come here too
