@@ -7,6 +7,8 @@ adds heads; `own_loss_objective` fits any head whose forward returns a loss.
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -331,16 +333,6 @@ def select_objective(model: nn.Module) -> PerExampleLoss:
     )
 
 
-_SMOOTHED = (
-    sequence_classification_objective,
-    multiple_choice_objective,
-    token_classification_objective,
-    masked_lm_objective,
-    causal_lm_objective,
-    seq2seq_objective,
-)
-
-
 def smoothed(objective: PerExampleLoss, label_smoothing: float) -> PerExampleLoss:
     """The objective with Hugging Face's label smoothing, which acts within each example.
 
@@ -353,17 +345,18 @@ def smoothed(objective: PerExampleLoss, label_smoothing: float) -> PerExampleLos
       (model, inputs) -> losses `[B]`.
 
     Raises:
-      ValueError: an objective without targets to smooth, or one that is not of this package.
+      ValueError: an objective that takes no `label_smoothing`, for it has no targets to smooth.
     """
     if not label_smoothing:
         return objective
-    if objective not in _SMOOTHED:
+    if "label_smoothing" not in inspect.signature(objective).parameters:
         name = getattr(objective, "__name__", type(objective).__name__)
         raise ValueError(
             f"label_smoothing_factor={label_smoothing} has no effect on {name}: leave it at 0, or pass "
             "a compute_per_example_loss that smooths."
         )
-    return functools.partial(objective, label_smoothing=label_smoothing)
+    takes_smoothing: Callable[..., Tensor] = objective
+    return functools.partial(takes_smoothing, label_smoothing=label_smoothing)
 
 
 def is_language_model(model: nn.Module) -> bool:

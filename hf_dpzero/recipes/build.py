@@ -35,9 +35,19 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     from hf_dpzero.tasks import build_task
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
-    check_objective(recipe)
+    data = recipe.data
+    if data.objective != "loss" and recipe.training.first_order:
+        raise ValueError(
+            f"objective={data.objective!r} has no gradient, which method={recipe.training.method!r} "
+            "needs: use method: dpzero, mezo or dpgd-0th, or objective: loss."
+        )
+    if data.num_demonstrations:
+        raise ValueError(
+            f"num_demonstrations={data.num_demonstrations} would put these training rows into every "
+            "example's loss, so that no clip bounds them: it is for `hf-dpzero evaluate` only."
+        )
     check_installed(recipe.training)
-    task = build_task(recipe.data)
+    task = build_task(data)
     recipe.training.plan(len(task.splits["train"]))  # refuses before minutes are spent on encoding
     refuse_training_texts(task)
     model, tokenizer = load_model(recipe.model, task)
@@ -53,7 +63,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
                 batch_size=recipe.training.per_device_eval_batch_size,
                 device=recipe.training.device,
             )
-    rows = with_kept_column(rows, task, recipe.data.keep_column)
+    rows = with_kept_column(rows, task, data.keep_column)
     trainer = DPZeroTrainer(
         model=model,
         args=recipe.training,
@@ -64,7 +74,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         compute_metrics=task.metrics(tokenizer),
         compute_per_example_loss=task.objective(tokenizer),
     )
-    trainer.longest_row = recipe.data.max_seq_length
+    trainer.longest_row = data.max_seq_length
     return trainer
 
 
@@ -138,21 +148,6 @@ def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:
     except (OSError, ValueError):
         return
     PrivateRows(private).refuse(task.splits["validation"])
-
-
-def check_objective(recipe: Recipe) -> None:
-    """Refuses objectives that the method cannot train on."""
-    data, method = recipe.data, recipe.training.method
-    if data.objective != "loss" and recipe.training.first_order:
-        raise ValueError(
-            f"objective={data.objective!r} has no gradient, which method={method!r} needs: use "
-            "method: dpzero, mezo or dpgd-0th, or objective: loss."
-        )
-    if data.num_demonstrations:
-        raise ValueError(
-            f"num_demonstrations={data.num_demonstrations} would put these training rows into every "
-            "example's loss, so that no clip bounds them: it is for `hf-dpzero evaluate` only."
-        )
 
 
 def check_context(model: nn.Module, recipe: Recipe) -> None:

@@ -147,7 +147,7 @@ def _load_classifier(
         "id2label": dict(enumerate(task.label_names)),
         "label2id": {name: index for index, name in enumerate(task.label_names)},
     }
-    settings = dtype_settings(arguments, config, kept=HEAD_NAMES)
+    settings = loading_settings(arguments, config, kept=HEAD_NAMES)
     trained = config.model_type == "sentence_classifier"
     if arguments.architecture != "auto" and not trained:
         encoder = fetched(AutoModel.from_pretrained, path, arguments, **settings)
@@ -157,7 +157,7 @@ def _load_classifier(
         model = SentenceClassifier.from_encoder(encoder, **labels)
         return model, ["classifier.weight", "classifier.bias"]
     # A trained classifier has labels of its own, which are compared and not overwritten.
-    settings |= placement_settings(arguments) | ({} if trained else labels)
+    settings |= {} if trained else labels
     load = AutoModelForSequenceClassification.from_pretrained
     model, info = fetched(load, path, arguments, output_loading_info=True, **settings)
     if model.config.num_labels != task.num_labels:
@@ -189,8 +189,7 @@ def _load_language_model(
             f"{path} has the type {config.model_type}, which does not serve as a {head}: {instead} a "
             f"{'BERT or RoBERTa' if head == 'masked_lm' else 'GPT-2, OPT, Llama or Qwen'}, say."
         )
-    load, settings = LANGUAGE_MODELS[head].from_pretrained, dtype_settings(arguments, config)
-    settings |= placement_settings(arguments)
+    load, settings = LANGUAGE_MODELS[head].from_pretrained, loading_settings(arguments, config)
     model, info = fetched(load, path, arguments, output_loading_info=True, **settings)
     # A head that is tied to the embeddings is not in the checkpoint, and is not missing either.
     fresh = sorted(info["missing_keys"])
@@ -363,10 +362,10 @@ def load_tokenizer(path: str, arguments: ModelArguments) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def dtype_settings(
+def loading_settings(
     arguments: ModelArguments, config: PreTrainedConfig, kept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Returns keyword arguments of `from_pretrained` for dtype and quantisation.
+    """Returns keyword arguments of `from_pretrained` for dtype, quantisation and where weights go.
 
     Args:
       arguments: the recipe's.
@@ -374,7 +373,8 @@ def dtype_settings(
       kept: modules that are not quantised; by default transformers leaves out the output layer.
 
     Returns:
-      `dtype`, and with load_in_4bit or load_in_8bit `quantization_config`.
+      `dtype`, with load_in_4bit or load_in_8bit `quantization_config`, and what of device_map,
+      offload_folder and max_memory is set beside a device_map.
 
     Raises:
       ImportError: bitsandbytes is needed and not installed; names the pip command.
@@ -382,7 +382,12 @@ def dtype_settings(
     auto = arguments.torch_dtype == "auto"
     dtype = "auto" if auto else getattr(torch, arguments.torch_dtype)
     if not arguments.quantised:
-        return {"dtype": dtype}
+        mapped = arguments.device_map is not None
+        names = ("device_map", "offload_folder", "max_memory") if mapped else ()
+        places = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+        if "offload_folder" in places:
+            Path(places["offload_folder"]).mkdir(parents=True, exist_ok=True)
+        return {"dtype": dtype, **places}
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f"load_in_{arguments.quantised}bit needs bitsandbytes, which is not installed; run "
@@ -400,16 +405,6 @@ def dtype_settings(
         }
     quantisation = BitsAndBytesConfig(llm_int8_skip_modules=list(kept) or None, **settings)
     return {"dtype": dtype, "quantization_config": quantisation}
-
-
-def placement_settings(arguments: ModelArguments) -> dict[str, Any]:
-    """Returns `from_pretrained`'s arguments for where weights go; none without a device_map."""
-    if arguments.device_map is None:
-        return {}
-    if arguments.offload_folder is not None:
-        Path(arguments.offload_folder).mkdir(parents=True, exist_ok=True)
-    names = ("device_map", "offload_folder", "max_memory")
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def settle_quantised_(model: nn.Module) -> None:

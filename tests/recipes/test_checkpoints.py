@@ -21,7 +21,7 @@ from tiny_language_models import roberta_tokenizer
 from transformers import AutoConfig, AutoTokenizer, BertConfig, PreTrainedModel
 
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.models import check_folder, dtype_settings, fetched, load_tokenizer
+from hf_dpzero.recipes.models import check_folder, fetched, load_tokenizer, loading_settings
 
 Factory = Callable[..., PreTrainedModel]
 
@@ -149,13 +149,13 @@ def test_bitsandbytes_is_named_where_it_is_missing(monkeypatch, bits):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     arguments = recipe("x", peft_method="lora", **{f"load_in_{bits}bit": True})
     with pytest.raises(ImportError, match=rf"load_in_{bits}bit needs.*hf-dpzero\[quantization\]"):
-        dtype_settings(arguments, BertConfig())
+        loading_settings(arguments, BertConfig())
 
 
 @pytest.mark.parametrize("torch_dtype", ["float32", "bfloat16", "auto"])
 def test_four_bits_are_computed_in_the_models_dtype(torch_dtype):
     pytest.importorskip("bitsandbytes", reason="needs the quantization extra")
     arguments = recipe("x", peft_method="lora", load_in_4bit=True, torch_dtype=torch_dtype)
-    found = dtype_settings(arguments, BertConfig(dtype="bfloat16"))["quantization_config"]
+    found = loading_settings(arguments, BertConfig(dtype="bfloat16"))["quantization_config"]
     expected = torch.float32 if torch_dtype == "float32" else torch.bfloat16
     assert (found.bnb_4bit_quant_type, found.bnb_4bit_compute_dtype) == ("nf4", expected)
