@@ -24,6 +24,7 @@ from hf_dpzero.recipes.catalogue import (
     trained_of,
 )
 from hf_dpzero.recipes.recipe import read_recipe
+from scripts.markdown import table as markdown_table
 
 README = "README.md"
 NOTHING = "–"
@@ -124,14 +125,13 @@ def table(folder: Path) -> str:
 
 
 def _sections(folder: Path) -> Iterator[str]:
-    numbers = read_reported(folder)
-    known = recipes_in(folder)
+    numbers, known = read_reported(folder), recipes_in(folder)
     for title, prefixes in _SECTIONS.items():
         paths = [path for path in known if path.stem.startswith(prefixes)]
         if paths:
-            lines = [f"## {title}", "", _line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-            lines += [_line(_cells(path, folder, numbers)) for path in paths]
-            yield "\n".join([*lines, ""])
+            lines = [_cells(path, folder, numbers) for path in paths]
+            shown = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+            yield f"## {title}\n\n{markdown_table(_COLUMNS, shown)}"
 
 
 def _cells(path: Path, folder: Path, numbers: Sequence[Reported]) -> list[str]:
@@ -148,10 +148,6 @@ def _cells(path: Path, folder: Path, numbers: Sequence[Reported]) -> list[str]:
         hardware_of(path, recipe),
         f"`hf-dpzero train recipes/{name}`",
     ]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.nested import NESTED
 from hf_dpzero.settings.setting import Allowed, Setting, settings_of
 from hf_dpzero.tasks.description import DataArguments
+from scripts.markdown import table
 from scripts.setting_costs import COSTS, INHERITED, Cost
 from scripts.training_arguments import DOCS
 
@@ -55,7 +56,7 @@ _TITLES = {
     "ModelArguments": "`ModelArguments`, of recipes",
     "DataArguments": "`DataArguments`, of recipes",
 }
-_HEAD = "| setting | default | values | what it does | costs in privacy | costs in time |"
+_HEAD = ("setting", "default", "values", "what it does", "costs in privacy", "costs in time")
 
 
 def page() -> str:
@@ -70,27 +71,22 @@ def page() -> str:
 
 def _described(kind: type) -> Iterator[str]:
     """Tables of fields that describe themselves: the flat ones, then each nested setting."""
-    yield _table(
-        (field.name, field.default, typing.get_type_hints(kind)[field.name], described)
-        for field, described in settings_of(kind)
-        if field.name not in NESTED
-    )
     texts = {field.name: described.text for field, described in settings_of(kind)}
+    yield _table(_rows(kind))
     for name, part in NESTED.items():
         yield f"### `{name}`\n\n`{part.__name__}`: {texts[name]}.\n"
-        yield _table(
-            (
-                f"{name}.{field.name}",
-                field.default,
-                typing.get_type_hints(part)[field.name],
-                described,
-            )
-            for field, described in settings_of(part)
-        )
+        yield _table(_rows(part, f"{name}."))
+
+
+def _rows(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Any, Setting]]:
+    hints = typing.get_type_hints(kind)
+    for field, described in settings_of(kind):
+        if prefix or field.name not in NESTED:
+            yield prefix + field.name, field.default, hints[field.name], described
 
 
 def _table(rows: Iterable[tuple[str, Any, Any, Setting]]) -> str:
-    lines = [_HEAD, "|---|---|---|---|---|---|"]
+    lines = []
     for name, default, hint, described in rows:
         allowed, text = described.allowed, described.text.rstrip(".")
         if isinstance(allowed, tuple):
@@ -101,9 +97,8 @@ def _table(rows: Iterable[tuple[str, Any, Any, Setting]]) -> str:
         if described.needs and not text.startswith(described.needs[1][0]):
             text += f". For `{described.needs[0]}`: {', '.join(described.needs[1])}"
         cells = (f"`{name}`", _default(default, described.none), values, text)
-        cells += (described.privacy, described.time)
-        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
-    return "\n".join([*lines, ""])
+        lines.append([_cell(cell) for cell in (*cells, described.privacy, described.time)])
+    return table(_HEAD, lines)
 
 
 def own_fields(kind: type) -> dict[str, dataclasses.Field[Any]]:
@@ -124,19 +119,12 @@ def what_they_do(kind: type) -> dict[str, str]:
 def _groups(name: str, kind: type) -> Iterator[str]:
     fields, help_of, hints = own_fields(kind), what_they_do(kind), typing.get_type_hints(kind)
     for title, costs in COSTS[name].items():
-        yield f"### {title}\n"
-        rows = [_HEAD, "|---|---|---|---|---|---|"]
-        for setting, cost in costs.items():
-            cells = (
-                f"`{setting}`",
-                _default(fields[setting].default, cost.none),
-                _values(setting, hints[setting], cost),
-                help_of[setting],
-                cost.privacy,
-                cost.time,
-            )
-            rows.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
-        yield "\n".join([*rows, ""])
+        rows = [
+            (f"`{setting}`", _default(fields[setting].default, cost.none),
+             _values(setting, hints[setting], cost), help_of[setting], cost.privacy, cost.time)
+            for setting, cost in costs.items()
+        ]  # fmt: skip
+        yield f"### {title}\n\n{table(_HEAD, (map(_cell, row) for row in rows))}"
 
 
 def _default(value: Any, none: str) -> str:
@@ -168,14 +156,9 @@ def _unit(unit: str) -> str:
 
 
 def _inherited() -> str:
-    head = ["| field | what it does here | costs in privacy | costs in time |", "|---|---|---|---|"]
-    rows = [
-        f"| `{name}` | {text} | {cost.privacy} | {cost.time} |"
-        for name, (text, cost) in INHERITED.items()
-    ]
-    return "\n".join(
-        [*head, *rows, "", "All others: [training arguments](training_arguments.md).", ""]
-    )
+    head = ("field", "what it does here", "costs in privacy", "costs in time")
+    rows = [(f"`{n}`", text, cost.privacy, cost.time) for n, (text, cost) in INHERITED.items()]
+    return f"{table(head, rows)}\nAll others: [training arguments](training_arguments.md).\n"
 
 
 def _cell(text: str) -> str:

@@ -97,26 +97,21 @@ def rows(count: int = 120) -> Any:
     return Dataset.from_dict({name: column.tolist() for name, column in columns.items()})
 
 
-def config(folder: Path, kind: str, steps: int) -> DPZeroConfig:
-    """Settings of a run, with the noise and keys of a real one."""
+def trainer_of(folder: Path, kind: str, steps: int, *callbacks: TrainerCallback) -> DPZeroTrainer:
+    """A run's trainer, with the noise and keys of a real one."""
     settings = {
-        "output_dir": str(folder),
-        "noise_multiplier": 1.0,
-        "target_delta": 1e-3,
-        "clip": 5.0,
-        "expected_batch_size": 12,
-        "microbatch_size": 8,
-        "max_steps": steps,
-        "learning_rate": 1e-2,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "save_total_limit": 1,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return DPZeroConfig(**{**settings, **KINDS[kind]})
+        "output_dir": str(folder), "noise_multiplier": 1.0, "target_delta": 1e-3, "clip": 5.0,
+        "expected_batch_size": 12, "microbatch_size": 8, "max_steps": steps, "learning_rate": 1e-2,
+        "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1, "logging_steps": 1,
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True, **KINDS[kind],
+    }  # fmt: skip
+    return DPZeroTrainer(
+        model=model(),
+        args=DPZeroConfig(**settings),
+        train_dataset=rows(),
+        data_collator=default_data_collator,
+        callbacks=list(callbacks),
+    )
 
 
 # ------------------------------------------------------------------ in the run's process
@@ -152,21 +147,20 @@ class Witness(TrainerCallback):
 
         Trajectory.append = appended  # type: ignore[method-assign]
         checkpoints.save_checkpoint = saved
-        for kind in _all_kinds(MechanismBase):
+
+        def drawing(release: Any, place: int) -> Any:
+            def drawn(mechanism: Any, *given: Any) -> Any:
+                self.tell("drawn", given[place])
+                return release(mechanism, *given)
+
+            return drawn
+
+        kinds: list[type] = [MechanismBase]
+        for kind in kinds:  # which grows: subclasses of subclasses too
+            kinds += kind.__subclasses__()
             for name, place in (("release", 1), ("release_part", 2)):
                 if name in vars(kind):
-                    setattr(kind, name, self._drawn(vars(kind)[name], place))
-
-    def _drawn(self, release: Any, place: int) -> Any:
-        def drawn(mechanism: Any, *given: Any) -> Any:
-            self.tell("drawn", given[place])
-            return release(mechanism, *given)
-
-        return drawn
-
-
-def _all_kinds(kind: type) -> list[type]:
-    return [kind, *(each for child in kind.__subclasses__() for each in _all_kinds(child))]
+                    setattr(kind, name, drawing(vars(kind)[name], place))
 
 
 def train(folder: Path, kind: str, steps: int, told: Path) -> None:
@@ -174,13 +168,7 @@ def train(folder: Path, kind: str, steps: int, told: Path) -> None:
     witness = Witness(told)
     witness.tell("begun")
     witness.watch()
-    trainer = DPZeroTrainer(
-        model=model(),
-        args=config(folder, kind, steps),
-        train_dataset=rows(),
-        data_collator=default_data_collator,
-        callbacks=[witness],
-    )
+    trainer = trainer_of(folder, kind, steps, witness)
     trainer.train(resume_from_checkpoint=(folder / LEDGER_NAME).exists())
     witness.tell("ending")
     trainer.save_model()
@@ -279,7 +267,7 @@ def lines_of(told: Path, start: int = 0) -> list[Any]:
 
 
 def told_lines(told: Path) -> int:
-    """How many lines the witness told."""
+    """How many lines the witness told, without reading them: it is asked every other millisecond."""
     return told.read_bytes().count(b"\n") if told.exists() else 0
 
 
@@ -418,13 +406,7 @@ def straight_runs(place: Path, kinds: list[str], steps: int) -> dict[str, float]
     lengths = {}
     for kind in kinds:
         with open(os.devnull, "w") as away, contextlib.redirect_stdout(away):
-            DPZeroTrainer(
-                model=model(),
-                args=config(place / kind / "warm", kind, 1),
-                train_dataset=rows(),
-                data_collator=default_data_collator,
-            ).train()
-        (place / kind).mkdir(exist_ok=True)
+            trainer_of(place / kind / "warm", kind, 1).train()
         began = time.monotonic()
         ended, words = life(place / kind / "run", kind, steps, place / kind / "told", LONGEST)
         assert ended == 0 and not words, f"{kind}, uninterrupted: {words}"

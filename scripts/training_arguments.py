@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from hf_dpzero.checks.overrides import INSTEAD
 from hf_dpzero.settings.hf_arguments import FIELDS, OTHER, REFUSED, UNUSED, WORKS, Use
 from hf_dpzero.settings.nested import METHODS
+from scripts.markdown import table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "training_arguments.md"
@@ -52,23 +52,21 @@ _SECTIONS = {
 
 def page() -> str:
     """The Markdown, ending in a new line."""
-    rows = [f"| {given} | {what} |" for given, what in _TRAINER.items()]
-    title = "## What is passed to the trainer, or overridden"
-    table = [title, "", "| given | what happens |", "|---|---|", *rows]
-    return "\n".join([_INTRODUCTION, *_sections(), *table, ""])
-
-
-def _sections() -> Iterator[str]:
+    parts = [_INTRODUCTION]
     for kind, (title, column) in _SECTIONS.items():
-        lines = [f"| field | methods | {column} |", "|---|---|---|"]
+        lines = []
         for text, uses in _by_text(kind).items():
-            names = ", ".join(f"`{name}`" for name in uses)
             use = next(iter(uses.values()))
             where = f", with `{use.where}`" if use.where else ""
-            lines.append(f"| {names} | {_methods(use)}{where} | {text.rstrip('.')} |")
-        yield "\n".join([f"## {title}", "", *lines, ""])
+            all_of_them = len(use.methods) == len(METHODS)
+            methods = "all" if all_of_them else ", ".join(use.methods)
+            names = ", ".join(f"`{name}`" for name in uses)
+            lines.append([names, methods + where, text.rstrip(".")])
+        parts.append(f"## {title}\n\n{table(('field', 'methods', column), lines)}")
     plain = [name for name, uses in FIELDS.items() if uses == (Use(WORKS),)]
-    yield f"All others work as in Trainer: {', '.join(f'`{name}`' for name in plain)}.\n"
+    parts.append(f"All others work as in Trainer: {', '.join(f'`{name}`' for name in plain)}.\n")
+    given = table(("given", "what happens"), _TRAINER.items())
+    return "\n".join([*parts, f"## What is passed to the trainer, or overridden\n\n{given}"])
 
 
 def _by_text(kind: str) -> dict[str, dict[str, Use]]:
@@ -82,10 +80,6 @@ def _by_text(kind: str) -> dict[str, dict[str, Use]]:
                 found.setdefault(use.text, {})[name] = rest
             taken += () if use.where else use.methods
     return found
-
-
-def _methods(use: Use) -> str:
-    return "all" if len(use.methods) == len(METHODS) else ", ".join(use.methods)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from scripts.benchmarks.scaling_model import (
     Stragglers,
     memory_bytes,
 )
-from scripts.studies.harness import panels, table
+from scripts.markdown import table
+from scripts.studies.harness import panels
 
 WORKERS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 

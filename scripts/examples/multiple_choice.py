@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reading import finish, parsed, read
+from reading import accuracy, finish, parsed, read
 from transformers import AutoModelForMultipleChoice, AutoTokenizer, DataCollatorForMultipleChoice
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer  # private: for TrainingArguments and Trainer
@@ -28,11 +28,6 @@ def main(words: list[str] | None = None) -> dict[str, float]:
         return {**encoded, "labels": row["label"]}
 
     rows = data.map(encode, remove_columns=data["train"].column_names)
-
-    def accuracy(prediction: Any) -> dict[str, float]:
-        return {
-            "accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())
-        }
 
     trainer = DPZeroTrainer(  # private: DPZeroTrainer
         model=model,

@@ -40,6 +40,12 @@ def names_of(labels: Any) -> list[str]:
     return sorted({str(label) for label in labels})
 
 
+def accuracy(prediction: Any) -> dict[str, float]:
+    """The share of labels that are predicted, of those that are not ignored."""
+    right = prediction.predictions.argmax(-1) == prediction.label_ids
+    return {"accuracy": float(right[prediction.label_ids != -100].mean())}
+
+
 def finish(trainer: Any) -> dict[str, float]:
     """Trains, saves, evaluates on the public rows, and says what the run cost."""
     trainer.train()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reading import finish, names_of, parsed, read
+from reading import accuracy, finish, names_of, parsed, read
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_dpzero import DPZeroConfig, DPZeroTrainer  # private: for TrainingArguments and Trainer
@@ -26,11 +26,6 @@ def main(words: list[str] | None = None) -> dict[str, float]:
         return {**encoded, "labels": numbers[str(row["label"])]}
 
     rows = data.map(encode, remove_columns=data["train"].column_names)
-
-    def accuracy(prediction: Any) -> dict[str, float]:
-        return {
-            "accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())
-        }
 
     trainer = DPZeroTrainer(  # private: DPZeroTrainer
         model=model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reading import finish, names_of, parsed, read
+from reading import accuracy, finish, names_of, parsed, read
 from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
@@ -41,11 +41,6 @@ def main(words: list[str] | None = None) -> dict[str, float]:
         return {**encoded, "labels": tags}
 
     rows = data.map(encode, remove_columns=data["train"].column_names)
-
-    def accuracy(prediction: Any) -> dict[str, float]:
-        tagged = prediction.label_ids != -100
-        right = prediction.predictions.argmax(-1) == prediction.label_ids
-        return {"accuracy": float(right[tagged].mean())}
 
     trainer = DPZeroTrainer(  # private: DPZeroTrainer
         model=model,

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from scripts.markdown import table
 from scripts.studies import harness
 from scripts.studies.harness import Row
 
@@ -167,7 +168,7 @@ def write(study: Study, rows: Sequence[Row], folder: Path) -> str:
         weights = [row["weight"] for row in own if "weight" in row]
         cells.append(f"{statistics.mean(weights):.2f}" if weights else "")
         lines.append([arm, *cells, f"{max(row['epsilon'] for row in own):.3f}", len(own)])
-    return harness.save(folder, harness.table(HEAD, lines))
+    return harness.save(folder, table(HEAD, lines))
 
 
 if __name__ == "__main__":

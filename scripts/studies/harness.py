@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
-from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 ROWS_FILE, TABLE_FILE = "rows.jsonl", "table.md"
@@ -170,18 +169,10 @@ def sections(parts: Mapping[str, str]) -> str:
     return "\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
 
 
-def table(head: Sequence[Any], lines: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table.
-
-    >>> table(["n", "risk"], [[10, "0.5 ± 0.1"]]).splitlines()
-    ['| n | risk |', '|---|---|', '| 10 | 0.5 ± 0.1 |']
-    """
-    body = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *lines)]
-    return "\n".join([body[0], "|" + "---|" * len(head), *body[1:]]) + "\n"
-
-
 def panels(lines: int, columns: int, size: tuple[float, float], **shared: Any) -> tuple[Any, Any]:
     """A figure of `size` inches and its axes [lines, columns]."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(lines, columns, squeeze=False, **shared)
 

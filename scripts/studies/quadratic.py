@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_dpzero.papers.quadratic import Cell, Floats, Quadratic, gradient_descent, zeroth_order
+from scripts.markdown import table
 from scripts.studies import harness
-from scripts.studies.harness import Row, panels, save, table
+from scripts.studies.harness import Row, panels, save
 
 LABELS = {"dpzero": "DPZero", "dpgd-0th": "DPGD-0th", "dp-gd": "DP-GD"}
 MEASURES = ("train_gradient", "test_gradient", "train_loss", "test_loss")

@@ -22,7 +22,7 @@ from pathlib import Path
 from hf_dpzero.experiments.compare import build_grid, compare
 from hf_dpzero.experiments.results import Cell, Exit, Record
 from hf_dpzero.experiments.runner import Attempt
-from scripts.studies import harness
+from scripts.markdown import table
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "sst2"
 QUICK = (
@@ -146,7 +146,7 @@ class HereAndNow:
         """Nothing runs any more."""
 
 
-def table(record: Record, title: str) -> str:
+def half_table(record: Record, title: str) -> str:
     """Arms against methods and epsilons: accuracy in %, mean and standard error."""
     names = list(dict.fromkeys(cell.method for cell in record.cells))
     methods = list(dict.fromkeys(_split(name)[0] for name in names))
@@ -156,7 +156,7 @@ def table(record: Record, title: str) -> str:
         cells = [record.cell(f"{method}-{arm}", epsilon) for method, epsilon in columns]
         lines.append([arm.replace("_", " "), *map(_entry, cells)])
     head = ["", *(f"{method}, ε = {epsilon:g}" for method, epsilon in columns)]
-    return f"### {title}\n\n{harness.table(head, lines)}"
+    return f"### {title}\n\n{table(head, lines)}"
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -189,7 +189,7 @@ def main() -> int:
     try:
         for name in arguments.half:
             record = run(HALVES[name], arguments.output_dir / name, arguments)
-            tables.append(table(record, HALVES[name].title))
+            tables.append(half_table(record, HALVES[name].title))
     except KeyboardInterrupt:
         print(f"\nstopped; the same command continues from {arguments.output_dir}", file=sys.stderr)
         return 130

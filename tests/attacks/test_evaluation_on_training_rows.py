@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import time
 from contextlib import nullcontext
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from row_files import row_files
 from tiny_runs import build, config, tiny_data, tiny_model
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, random_split
 from transformers import default_data_collator
@@ -153,36 +152,47 @@ def test_other_rows_are_not(name, caplog):
     assert not caplog.records
 
 
-def test_public_text_that_repeats_itself_is_warned_of_without_a_count(caplog):
-    """8 of 200 rows (4 %) have equal content, as SST-2's splits have; 11 of 203 are refused."""
+def mixed(public: int, private: int) -> datasets.Dataset:
+    return datasets.concatenate_datasets(
+        [PUBLIC.select(range(public)), copy(PRIVATE, range(private))]
+    )
+
+
+REPEATING = datasets.concatenate_datasets([PRIVATE.select(range(110)), copy(PRIVATE, range(10))])
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "refused"),
+    [
+        (PRIVATE, mixed(192, 8), False),  # 4 % have equal content, as SST-2's splits have
+        (PRIVATE, mixed(192, 11), True),
+        (PRIVATE, mixed(4, 1), False),  # one chance repetition in a small set
+        # short texts: 20 of 120 private rows occur twice, so 15 of 100 public ones may too, 25 not
+        (REPEATING, mixed(85, 15), False),
+        (REPEATING, mixed(75, 25), True),
+    ],
+)
+def test_some_rows_may_recur(train, evaluation, refused):
+    with pytest.raises(ValueError, match="rows of train_dataset") if refused else nullcontext():
+        PrivateRows(train).refuse(evaluation)
+
+
+def test_public_text_that_repeats_itself_is_warned_of_once_without_a_count(caplog):
     logging.getLogger("hf_dpzero").propagate = True
-    some = datasets.concatenate_datasets([PUBLIC.select(range(192)), copy(PRIVATE, range(8))])
-    rows = PrivateRows(PRIVATE)
+    rows, some = PrivateRows(PRIVATE), mixed(192, 8)
     with caplog.at_level(logging.WARNING):
         rows.refuse(some)
         rows.refuse(some)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "some rows of the evaluation data also occur in train_dataset" in said
     assert not any(character.isdigit() for character in said)
-    more = datasets.concatenate_datasets([PUBLIC.select(range(192)), copy(PRIVATE, range(11))])
+
+
+def test_data_sets_that_make_their_rows_are_read_in_part(monkeypatch):
+    """A fifth of the private rows is read, so a fifth of the share refuses."""
+    monkeypatch.setattr(evaluation_data, "READ", 24)
     with pytest.raises(ValueError, match="rows of train_dataset"):
-        rows.refuse(more)
-
-
-def test_one_chance_repetition_in_a_small_set_is_no_refusal():
-    PrivateRows(PRIVATE).refuse(
-        datasets.concatenate_datasets([PUBLIC.select(range(4)), copy(PRIVATE, [0])])
-    )
-
-
-def test_rows_may_recur_as_often_as_private_rows_repeat_each_other():
-    """Short texts: 20 of 120 private rows occur twice, so 15 of 100 public ones may too, 25 not."""
-    train = datasets.concatenate_datasets([PRIVATE.select(range(110)), copy(PRIVATE, range(10))])
-    for recurring, refused in ((15, False), (25, True)):
-        mixed = datasets.concatenate_datasets([PUBLIC.select(range(100)), copy(PRIVATE, range(25))])
-        mixed = mixed.select([*range(100 - recurring), *range(100, 100 + recurring)])
-        with pytest.raises(ValueError, match="rows of train") if refused else nullcontext():
-            PrivateRows(train).refuse(mixed)
+        PrivateRows(Wrapped(PRIVATE)).refuse(copy(PRIVATE, range(120)))
 
 
 def test_what_can_be_read_only_once_is_refused():
@@ -257,53 +267,14 @@ def test_digests_do_not_depend_on_how_rows_are_stored(cells):
         np.testing.assert_array_equal(evaluation_data._digests(form, ("x",)), expected, name)
 
 
-def test_data_sets_that_make_their_rows_are_read_in_part(monkeypatch):
-    """A fifth of the private rows is read, so a fifth of the share refuses."""
-    monkeypatch.setattr(evaluation_data, "READ", 24)
-    with pytest.raises(ValueError, match="rows of train_dataset"):
-        PrivateRows(Wrapped(PRIVATE)).refuse(copy(PRIVATE, range(120)))
-
-
-@pytest.mark.slow
-def test_the_size_of_sst2_takes_a_second_and_once():
-    """By the processor's clock, of which a busy machine gives less: it takes a tenth of the bound."""
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(5, 40, 67_349)
-
-    def made(lengths) -> datasets.Dataset:
-        ids = [generator.integers(0, 30_000, n).tolist() for n in lengths]
-        masks = [[1] * n for n in lengths]
-        labels = [0] * len(lengths)
-        return datasets.Dataset.from_dict(
-            {"input_ids": ids, "attention_mask": masks, "labels": labels}
-        )
-
-    train, evaluation = made(lengths), made(lengths[:872])
-    rows, start = PrivateRows(train), time.process_time()
-    rows.refuse(evaluation)
-    first = time.process_time()
-    for _ in range(100):
-        rows.refuse(evaluation)
-    assert first - start < 10
-    assert time.process_time() - first < (first - start) / 2  # a hundred times
-
-
 def test_texts_of_a_recipe_are_compared_before_they_are_encoded(tmp_path):
     """Features of one text differ in the last bit, and tokens of two may be equal."""
     rows = [{"text": f"message {i}", "label": i % 2} for i in range(40)]
-    copied = [{"text": f"public {i}", "label": i % 2} for i in range(20)] + rows[:5]
-    for name, content in (("train", rows), ("validation", copied), ("public", copied[:20])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in content))
-
-    def task_of(validation: str):
-        files = {"train_file": "train", "validation_file": validation}
-        return build_task(
-            DataArguments(**{k: str(tmp_path / f"{v}.jsonl") for k, v in files.items()})
-        )
-
-    refuse_training_texts(task_of("public"))
+    public = [{"text": f"public {i}", "label": i % 2} for i in range(20)]
+    refuse_training_texts(build_task(DataArguments(**row_files(tmp_path, rows, public))))
+    files = row_files(tmp_path, rows, public + rows[:5])
     with pytest.raises(ValueError, match="rows of train_dataset"):
-        refuse_training_texts(task_of("validation"))
+        refuse_training_texts(build_task(DataArguments(**files)))
 
 
 def test_what_was_trained_on_stays_private_when_the_training_set_is_exchanged(tmp_path):

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_language_models import seeded
 from tiny_runs import build, tiny_data, tiny_model
-from tiny_texts import differences, passes_of
+from tiny_texts import differences, pad, passes_of, texts
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -17,41 +18,31 @@ from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.training.methods import prepare
 
 
-def texts(rows: int, seed: int) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, 17, (rows,), generator=generator).tolist()
-    ids = [torch.randint(5, 50, (n,), generator=generator).tolist() for n in lengths]
-    return [{"input_ids": i, "attention_mask": [1] * len(i), "labels": i} for i in ids]
+def causal(rows: int, seed: int) -> list[dict[str, Any]]:
+    return [{**row, "labels": row["input_ids"]} for row in texts(rows, seed)]
 
 
-def pad(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+def padded(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     width = max(len(row["input_ids"]) for row in rows)
-    fill = {"input_ids": 1, "attention_mask": 0, "labels": -100}
-    return {
-        n: torch.tensor([row[n] + [v] * (width - len(row[n])) for row in rows])
-        for n, v in fill.items()
-    }
+    labels = [row["labels"] + [-100] * (width - len(row["labels"])) for row in rows]
+    return {**pad([{**row, "labels": 0} for row in rows]), "labels": torch.tensor(labels)}
 
 
 def mixtral() -> MixtralForCausalLM:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return MixtralForCausalLM(
-            MixtralConfig(
-                vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1,
-                initializer_range=0.3, num_local_experts=4, num_experts_per_tok=2,
-            )
-        )  # fmt: skip
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    routed = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3}
+    config = MixtralConfig(**sizes, **heads, **routed, pad_token_id=1)
+    return seeded(lambda: MixtralForCausalLM(config), 0)
 
 
 def test_routed_experts_see_as_many_tokens_as_all_rows_send_them(tmp_path):
     """An expert's product has another shape beside others: no bit in the trial, 7 of 522 in the run."""
     trainer = build(
-        tmp_path, mixtral(), data=texts(60, 4), trainer_settings={"eval_dataset": texts(40, 9)},
+        tmp_path, mixtral(), data=causal(60, 4), trainer_settings={"eval_dataset": causal(40, 9)},
         expected_batch_size=30, microbatch_size=4, max_steps=1, rows_are="examples",
     )  # fmt: skip
-    trainer.data_collator = pad
+    trainer.data_collator = padded
     trainer.train()
     assert "experts" in couples_values(trainer.model) and trainer.run.shapes.one_by_one
     assert trainer.privacy_report().forward_passes == "one example"

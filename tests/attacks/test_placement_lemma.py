@@ -22,6 +22,7 @@ from hf_dpzero.batches.logical_batch import Rows, StepBatches
 from hf_dpzero.batches.placement import Placement
 from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.privacy import sampling
+from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 
 Cell = tuple[Any, ...]
@@ -91,18 +92,15 @@ def excess(scheme: Callable[[list[int]], list[Outcome]], rows: list[int], more: 
     return int(beyond[linear_sum_assignment(beyond)].sum())
 
 
-STEPS = [([0, 1, 3], [5]), ([0, 1, 2, 4], [3]), ([0, 2], [1]), ([1, 3, 4, 5], [0]), ([], [2])]
+ONE_ROW = [([0, 1, 3], [5]), ([0, 1, 2, 4], [3]), ([0, 2], [1]), ([1, 3, 4, 5], [0]), ([], [2])]
+TWO_ROWS = [([0, 1], [3, 5]), ([0, 2, 4], [1, 6])]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize(("rows", "more"), STEPS)
+@pytest.mark.parametrize(("rows", "more"), [*ONE_ROW, *TWO_ROWS])
 def test_a_row_displaces_one_other_row(rows: list[int], more: list[int], processes: int):
+    """And a unit of two rows displaces two."""
     assert excess(as_it_is(processes), rows, more) == 0
-
-
-@pytest.mark.parametrize(("rows", "more"), [([0, 1], [3, 5]), ([0, 2, 4], [1, 6])])
-def test_a_unit_of_two_rows_displaces_two(rows: list[int], more: list[int]):
-    assert excess(as_it_is(2), rows, more) == 0
 
 
 @pytest.mark.parametrize(
@@ -136,15 +134,18 @@ def test_sums_move_by_the_row_and_one_displaced_row():
 
 
 def test_a_step_takes_places_in_the_order_of_words_of_their_own(monkeypatch: pytest.MonkeyPatch):
-    key, plan = bytes(range(32)), PrivacyPlan.from_dict(_plan())
+    mechanism = ScalarMechanism(clip=1.0, noise_multiplier=2.0, expected_batch_size=7)
+    sampler = sampling.FullBatchSampler(num_examples=7, expected_batch_size=7)
+    key, plan = bytes(range(32)), PrivacyPlan(mechanism=mechanism, sampler=sampler, steps=5)
     rows = Rows(list(range(7)), lambda chosen: collate(chosen)[0])
     steps = StepBatches(rows, plan, key, 4, shapes=PassShapes(rows.collate_each, PLACEMENT))
     taken = []
-    monkeypatch.setattr(
-        batches,
-        "place_order",
-        lambda count, step, k: taken.append((count, step, k)) or np.arange(count)[::-1],
-    )
+
+    def reversed_order(*given: Any) -> np.ndarray:
+        taken.append(given)
+        return np.arange(given[0])[::-1]
+
+    monkeypatch.setattr(batches, "place_order", reversed_order)
     backwards = steps[3]["microbatches"]
     assert taken == [(7, 3, key)]
     wide = next(p for p in backwards if p["input_ids"].shape[1] == 16)
@@ -154,14 +155,6 @@ def test_a_step_takes_places_in_the_order_of_words_of_their_own(monkeypatch: pyt
     monkeypatch.setattr(sampling, "_words", lambda *a: domains.append(a[3]) or words(*a))
     plan.sampler.batch(3, key), sampling.place_order(7, 3, key)
     assert domains[-1] == b"places" and b"places" not in domains[:-1]
-
-
-def _plan() -> dict[str, Any]:
-    from hf_dpzero.privacy.mechanisms import ScalarMechanism
-
-    mechanism = ScalarMechanism(clip=1.0, noise_multiplier=2.0, expected_batch_size=7)
-    sampler = sampling.FullBatchSampler(num_examples=7, expected_batch_size=7)
-    return PrivacyPlan(mechanism=mechanism, sampler=sampler, steps=5).to_dict()
 
 
 @pytest.mark.false_alarm(0)

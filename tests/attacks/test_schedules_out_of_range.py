@@ -34,14 +34,8 @@ def test_a_sign_in_a_file_is_no_bullet(setting, name, text, tmp_path):
 def test_bullets_of_yaml_are_read(tmp_path):
     path = tmp_path / "levels.yaml"
     path.write_text("- 6\n- 5\n  - 4\n- 3\n- 2\n- 1\n", encoding="utf-8")
-    assert plan(tmp_path, schedules={"noise": str(path)}).noise_schedule.levels == (
-        6,
-        5,
-        4,
-        3,
-        2,
-        1,
-    )
+    read = plan(tmp_path, schedules={"noise": str(path)}).noise_schedule.levels
+    assert read == (6, 5, 4, 3, 2, 1)
 
 
 @pytest.mark.parametrize(

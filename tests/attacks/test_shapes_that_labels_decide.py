@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tiny_language_models import seeded
 from tiny_texts import passes_of
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForSequenceClassification
@@ -22,21 +23,20 @@ def row(length: int, first_label: int, seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
-def gpt2() -> GPT2LMHeadModel:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = GPT2Config(vocab_size=100, n_positions=64, n_embd=48, n_layer=2, n_head=4)
-        return GPT2LMHeadModel(config).eval()
+def shapes_of(rows: list[dict[str, Tensor]], size: int) -> PassShapes:
+    def collate(chosen: Any) -> list[dict[str, Tensor]]:
+        return [rows[i] for i in chosen]
+
+    return PassShapes(collate, passes_of(size), context_length=64, pad_token_id=1)
 
 
 @torch.no_grad()
 def test_a_neighbour_labelled_from_its_first_token_changes_no_bit():
     """`logits_to_keep` is computed from a batch's labels; rows that differ in it never meet."""
     rows = [row(32, 31, seed) for seed in range(63)] + [row(32, 0, 99)]
-    shapes = PassShapes(
-        lambda indices: [rows[i] for i in indices], passes_of(64), context_length=64
-    )
-    model = gpt2()
+    shapes = shapes_of(rows, 64)
+    config = GPT2Config(vocab_size=100, n_positions=64, n_embd=48, n_layer=2, n_head=4)
+    model = seeded(lambda: GPT2LMHeadModel(config), 0).eval()
 
     def losses(indices: Any) -> Tensor:
         made = shapes.microbatches(indices)
@@ -49,23 +49,18 @@ def test_a_neighbour_labelled_from_its_first_token_changes_no_bit():
 
 def test_rows_with_other_numbers_of_answers_do_not_meet():
     rows = [row(32, first, first) for first in (31, 30, 28, 24, 16)]
-    shapes = PassShapes(lambda indices: [rows[i] for i in indices], passes_of(8), context_length=64)
-    assert len(shapes.microbatches(range(5))) == 5  # 1, 2, 4, 8 and 16 labelled tokens
+    assert len(shapes_of(rows, 8).microbatches(range(5))) == 5  # 1, 2, 4, 8 and 16 labelled tokens
 
 
 def test_classifiers_that_look_for_the_last_pad_token_read_the_same_row():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = OPTForSequenceClassification(
-            OPTConfig(
-                vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16,
-                max_position_embeddings=64, word_embed_proj_dim=16, pad_token_id=1,
-            )
-        ).eval()  # fmt: skip
+    sizes = {"vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = OPTConfig(
+        **sizes, ffn_dim=16, max_position_embeddings=64, word_embed_proj_dim=16, pad_token_id=1
+    )
+    model = seeded(lambda: OPTForSequenceClassification(config), 0).eval()
     one = {**row(5, 0, 3), "labels": torch.tensor([1])}
-    shapes = PassShapes(lambda _: [one], passes_of(2), context_length=64, pad_token_id=1)
     with torch.no_grad():
-        (m,) = shapes.microbatches([0])
+        (m,) = shapes_of([one], 2).microbatches([0])
         assert m["input_ids"].shape == (2, 8)
         found = sequence_classification_objective(model, dict(m))[:1]
         torch.testing.assert_close(found, sequence_classification_objective(model, one))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attacked_runs import SECRET
 from killed_runs import die, in_child
 from tiny_runs import build
 
@@ -16,9 +17,11 @@ from hf_dpzero import Trajectory
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 
 REAL: dict[str, Any] = {
-    "max_steps": 2, "eval_strategy": "no", "testing.sampler_key": None,
-    "testing.insecure_noise_seed": None, "testing.direction_key": None,
-}  # fmt: skip
+    **SECRET,
+    "max_steps": 2,
+    "eval_strategy": "no",
+    "testing.direction_key": None,
+}
 
 
 def started(folder: Path, resume: bool, told: Path, ready: Path) -> int:

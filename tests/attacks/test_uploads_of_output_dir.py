@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from attacked_runs import Calls
 from tiny_runs import build
 from transformers import TrainerCallback
 
@@ -50,13 +51,12 @@ def test_services_that_take_metrics_alone_are_allowed(tmp_path, monkeypatch, cal
 def test_keys_are_in_no_text_form(tmp_path):
     shown = []
 
-    class Looks(TrainerCallback):
-        def on_step_end(self, args, state, control, train_dataloader=None, **kwargs) -> None:
-            keys = trainer._keys
-            secrets = [keys.sampler, *(key for _, key in keys.noise)]
-            text = repr(keys) + str(keys) + repr(train_dataloader.dataset)
-            shown.append(any(repr(key) in text or key.hex() in text for key in secrets))
+    def look(*_, train_dataloader=None, **__) -> None:
+        keys = trainer._keys
+        secrets = [keys.sampler, *(key for _, key in keys.noise)]
+        text = repr(keys) + str(keys) + repr(train_dataloader.dataset)
+        shown.append(any(repr(key) in text or key.hex() in text for key in secrets))
 
-    trainer = build(tmp_path, trainer_settings={"callbacks": [Looks()]}, **RUN)
+    trainer = build(tmp_path, trainer_settings={"callbacks": [Calls("on_step_end", look)]}, **RUN)
     trainer.train()
     assert shown == [False]

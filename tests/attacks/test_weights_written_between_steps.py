@@ -9,8 +9,9 @@ import copy
 
 import pytest
 import torch
+from attacked_runs import SAVED, SECRET, Calls
 from tiny_runs import build, same, tiny_model, weights
-from transformers import TrainerCallback, default_data_collator
+from transformers import default_data_collator
 
 from hf_dpzero.checks import between_steps
 from hf_dpzero.ledger.log_file import LedgerError
@@ -18,8 +19,6 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.segments import GridSegment
 
-SECRET = {"testing.insecure_noise_seed": None, "testing.sampler_key": None}
-SAVED = {"save_strategy": "steps", "save_steps": 2, **SECRET}
 METHODS = ["dpzero", "dp-sgd"]
 
 
@@ -64,21 +63,20 @@ def step_on_private_rows(model, rows):
 WRITES = [clip, average, copy_in_place, swap_averages_in, replace, step_on_private_rows]
 
 
-class _Writes(TrainerCallback):
+def writing(event: str, write, rows=None) -> Calls:
     """Writes to the weights at one event, after the third step."""
 
-    def __init__(self, event: str, write, rows=None) -> None:
-        def called(args, state, control, model=None, **kwargs):
-            if state.global_step >= 3 or event == "on_train_begin":
-                write(model, rows)
+    def called(state, control, model=None, **_):
+        if state.global_step >= 3 or event == "on_train_begin":
+            write(model, rows)
 
-        setattr(self, event, called)
+    return Calls(event, called)
 
 
 def refused(tmp_path, event, write, method="dpzero", **settings):
     """A run that the callback was refused in, and what it had paid for."""
     trainer = build(tmp_path, method=method, **{**SAVED, **settings})
-    trainer.add_callback(_Writes(event, write, trainer.train_dataset))
+    trainer.add_callback(writing(event, write, trainer.train_dataset))
     with pytest.raises(
         ValueError, match=r"(?s)between two steps.*on a copy.*resume_from_checkpoint"
     ):
@@ -120,7 +118,7 @@ def test_frozen_weights_that_a_callback_writes_to_are_refused(tmp_path, method, 
 
     settings = {**SECRET, "trainable": "classifier", "save_strategy": saved, "save_steps": 2}
     trainer = build(tmp_path, method=method, **settings)
-    trainer.add_callback(_Writes("on_step_end", write))
+    trainer.add_callback(writing("on_step_end", write))
     with pytest.raises(LedgerError, match="frozen parameters are not those that this run began"):
         trainer.train()
     with pytest.raises(ValueError, match="not saved: the frozen parameters"):
@@ -158,49 +156,33 @@ def test_what_was_paid_is_not_paid_again(tmp_path):
     assert same(weights(rebuilt), weights(trainer.model))
 
 
-def test_a_write_while_an_update_waits_is_seen(tmp_path):
-    """No callback of others: the weights stand perturbed between steps, and are settled later."""
-    trainer = build(tmp_path, **SAVED)
+@pytest.mark.parametrize("asked", ["_get_learning_rate", "compute_metrics"])
+def test_code_that_is_no_callback_and_writes_is_seen(tmp_path, asked):
+    """Also while an update waits: weights stand perturbed between steps, and are settled later."""
+    trainer = build(tmp_path, eval_strategy="steps", eval_steps=2, **SAVED)
     rate = trainer._get_learning_rate
 
-    def writing():
-        if trainer.state.global_step == 3:
+    def asks(*given):
+        if trainer.state.global_step == 3 or given:
             average(trainer.model, None)
-        return rate()
+        return {} if given else rate()
 
-    trainer._get_learning_rate = writing
+    setattr(trainer, asked, asks)
     with pytest.raises(ValueError, match=r"written to through `\.data` between two steps"):
         trainer.train()
     assert trainer.step.defer
 
 
-def test_metrics_that_write_are_seen(tmp_path):
-    trainer = build(tmp_path, eval_strategy="steps", eval_steps=2, **SAVED)
-    trainer.compute_metrics = lambda _: clip(trainer.model, None) or {}
-    with pytest.raises(ValueError, match="between two steps"):
-        trainer.train()
-
-
-class _Ordinary(TrainerCallback):
-    """Reads, evaluates a copy, and changes modes, as callbacks do."""
-
-    def __init__(self) -> None:
-        self.average = None
-
-    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        with torch.no_grad():
-            now = {name: p.clone() for name, p in model.named_parameters()}
-            self.average = (
-                now
-                if self.average is None
-                else {name: 0.9 * self.average[name] + 0.1 * p for name, p in now.items()}
-            )
-        beside = copy.deepcopy(model)
-        beside.load_state_dict(self.average, strict=False)
-        beside(**default_data_collator([{"input_ids": [5, 6, 7], "labels": 1}]))
-        model.train()
-        model.zero_grad()
-        torch.nn.utils.parameters_to_vector(model.parameters())
+def ordinary(state, control, model=None, **_) -> None:
+    """Reads, evaluates a copy of an average, and changes modes, as callbacks do."""
+    beside = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in beside.parameters():
+            p.mul_(0.9)
+    beside(**default_data_collator([{"input_ids": [5, 6, 7], "labels": 1}]))
+    model.train()
+    model.zero_grad()
+    torch.nn.utils.parameters_to_vector(model.parameters())
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -208,7 +190,7 @@ class _Ordinary(TrainerCallback):
 def test_ordinary_callbacks_evaluation_and_checkpoints_are_not_refused(tmp_path, method, own):
     noise = {"noise_multiplier": None} if method == "mezo" else {}
     given = {"compute_metrics": lambda _: {"one": 1.0}}
-    given |= {"callbacks": [_Ordinary()]} if own else {}
+    given |= {"callbacks": [Calls("on_step_end", ordinary)]} if own else {}
     every = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 2, "logging_steps": 1}
     trainer = build(tmp_path, method=method, trainer_settings=given, **{**SAVED, **every, **noise})
     trainer.train()
@@ -220,7 +202,7 @@ def test_ordinary_callbacks_evaluation_and_checkpoints_are_not_refused(tmp_path,
 
 def test_a_run_that_claims_nothing_may_clip_weights(tmp_path):
     trainer = build(tmp_path, method="sgd", noise_multiplier=None, **SAVED)
-    trainer.add_callback(_Writes("on_step_end", clip))
+    trainer.add_callback(writing("on_step_end", clip))
     trainer.train()
     assert trainer.trajectory.next_step == 6
 

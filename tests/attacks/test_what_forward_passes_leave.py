@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import datasets
 import pytest
 import torch
 from tiny_runs import build, tiny_model
+from tiny_texts import pad
 from torch import Tensor, nn
 from transformers import default_data_collator
 
@@ -80,13 +82,11 @@ def test_what_the_trial_before_training_leaves_in_the_model_is_refused(tmp_path,
 
 def test_a_setting_that_changes_late_is_not_saved(tmp_path):
     model = tiny_model()
-    passes = 0
+    passes = itertools.count()
 
     class Late(Noting):
         def forward(self, x: Tensor) -> Tensor:
-            nonlocal passes
-            passes += 1
-            return super().forward(x) if passes > 60 else self.inner(x)
+            return super().forward(x) if next(passes) >= 60 else self.inner(x)
 
     model.classifier = Late(model.classifier, model.config)
     trainer = build(tmp_path, model, trainable="inner", max_steps=40, save_strategy="no")
@@ -96,14 +96,12 @@ def test_a_setting_that_changes_late_is_not_saved(tmp_path):
 
 def padded_together(rows: dict[str, Any]) -> dict[str, Tensor]:
     """As a tokenizer with padding=True in `with_transform`."""
-    width = max(map(len, rows["ids"]))
-    return {
-        "input_ids": torch.tensor([r + [0] * (width - len(r)) for r in rows["ids"]]),
-        "attention_mask": torch.tensor(
-            [[1] * len(r) + [0] * (width - len(r)) for r in rows["ids"]]
-        ),
-        "labels": torch.tensor(rows["labels"]),
-    }
+    return pad(
+        [
+            {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": label}
+            for ids, label in zip(rows["ids"], rows["labels"], strict=True)
+        ]
+    )
 
 
 def test_a_transform_of_the_batch_does_not_see_the_batch():

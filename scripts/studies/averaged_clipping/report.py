@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from scripts.markdown import table
 from scripts.studies.averaged_clipping.study import COLUMNS, Calibration, Study
 from scripts.studies.averaged_clipping.sweeps import shown_epsilon, sweep_table, theorem_table
-from scripts.studies.harness import Row, error_bars, interval, left, panels, save, sections, table
+from scripts.studies.harness import Row, error_bars, interval, left, panels, save, sections
 
 
 def _risk(row: Row) -> str:

@@ -17,6 +17,7 @@ from hf_dpzero.papers.averaged_clipping import (
     calibrated,
     true_epsilon,
 )
+from scripts.markdown import table
 from scripts.studies.averaged_clipping.heavy_tails import DIMENSION, RADIUS, draw, optimum
 from scripts.studies.averaged_clipping.parameters import (
     Parameters,
@@ -28,7 +29,7 @@ from scripts.studies.averaged_clipping.parameters import (
     unconstrained,
 )
 from scripts.studies.averaged_clipping.study import METHODS, TUNING_SEED, Study
-from scripts.studies.harness import interval, pcg64, table
+from scripts.studies.harness import interval, pcg64
 
 NOISE, EPSILON = "laplace", 1.0
 GROUPS = (1, 4, 16, 64)

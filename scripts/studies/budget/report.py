@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from scripts.markdown import table
 from scripts.studies.budget.study import ARMS, BUDGETS, Study, summary, total_budget
-from scripts.studies.harness import Row, panels, save, sections, table
+from scripts.studies.harness import Row, panels, save, sections
 
 DRAWN = {"uniform": "o", "exp": "s", "gd_dynamic": "^", "momentum_uniform": "x"}
 """Arms in the figure -> marker."""

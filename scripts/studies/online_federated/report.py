@@ -19,7 +19,8 @@ from hf_dpzero.papers.online_federated import (
     true_epsilon,
 )
 from hf_dpzero.privacy.correlated import factorization as f
-from scripts.studies.harness import Row, interval, panels, philox, save, sections, table
+from scripts.markdown import table
+from scripts.studies.harness import Row, interval, panels, philox, save, sections
 from scripts.studies.online_federated.study import Point, Study, made
 from scripts.studies.online_federated.theory import drifting
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.studies.harness import Row, error_bars, interval, panels, save, sections, table
+from scripts.markdown import table
+from scripts.studies.harness import Row, error_bars, interval, panels, save, sections
 from scripts.studies.saddle_point.study import Study
 
 PARTS = {
