@@ -39,10 +39,12 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 class Clock(TrainerCallback):
-    """Seconds since `began` at which each step started and ended."""
+    """Seconds since `began` at which each step started and ended; stops after step `last`."""
 
-    def __init__(self) -> None:
-        self.began, self.starts, self.ends = time.perf_counter(), [], []  # type: ignore[var-annotated]
+    def __init__(self, last: int) -> None:
+        self.began, self.last = time.perf_counter(), last
+        self.starts: list[float] = []
+        self.ends: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.starts.append(time.perf_counter() - self.began)
@@ -50,8 +52,6 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ends.append(time.perf_counter() - self.began)
         control.should_training_stop |= state.global_step >= self.last
-
-    last = 0
 
 
 def timed(given: Any, folder: Path, steps: int, last: int, resume: bool, save: bool) -> Clock:
@@ -61,26 +61,16 @@ def timed(given: Any, folder: Path, steps: int, last: int, resume: bool, save: b
         model = RobertaForSequenceClassification(RobertaConfig(**SHAPES[given.shape]))
     ids = torch.randint(5, 90, (20 * given.rows, given.tokens), generator=torch.Generator())
     columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
-    clock = Clock()
-    clock.last = last
+    clock = Clock(last)
+    args = DPZeroConfig(
+        output_dir=str(folder), noise_multiplier=1.0, target_delta=1e-5, clip=5.0, max_steps=steps,
+        expected_batch_size=given.rows, microbatch_size=given.rows, learning_rate=1e-6,
+        save_strategy="steps" if save else "no", **({"save_steps": last} if save else {}),
+        logging_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
     trainer = DPZeroTrainer(
         model=model,
-        args=DPZeroConfig(
-            output_dir=str(folder),
-            noise_multiplier=1.0,
-            target_delta=1e-5,
-            clip=5.0,
-            expected_batch_size=given.rows,
-            microbatch_size=given.rows,
-            max_steps=steps,
-            learning_rate=1e-6,
-            save_strategy="steps" if save else "no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            **({"save_steps": last} if save else {}),
-        ),
+        args=args,
         train_dataset=Dataset.from_dict({name: value.tolist() for name, value in columns.items()}),
         data_collator=default_data_collator,
         callbacks=[clock],
@@ -111,9 +101,8 @@ def main() -> None:
     """Prints the times as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="roberta-base")
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=6, help="before the run is resumed")
+    for name, default in {"rows": 16, "tokens": 64, "steps": 6}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     taken, plan = given.steps, given.steps + 1
     with tempfile.TemporaryDirectory() as name:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_dpzero.experiments.compare import build_grid, compare
-from hf_dpzero.experiments.results import Cell, Exit, Record
+from hf_dpzero.experiments.results import Exit, Record
 from hf_dpzero.experiments.runner import Attempt
 from scripts.markdown import table
 
@@ -148,28 +148,22 @@ class HereAndNow:
 
 def half_table(record: Record, title: str) -> str:
     """Arms against methods and epsilons: accuracy in %, mean and standard error."""
-    names = list(dict.fromkeys(cell.method for cell in record.cells))
-    methods = list(dict.fromkeys(_split(name)[0] for name in names))
-    columns = [(method, epsilon) for method in methods for epsilon in record.epsilons]
+    names = [cell.method.rpartition("-")[::2] for cell in record.cells]  # "dp-adamw-exp"
+    columns = [
+        (m, e) for m in dict.fromkeys(method for method, _ in names) for e in record.epsilons
+    ]
     lines = []
-    for arm in dict.fromkeys(_split(name)[1] for name in names):
-        cells = [record.cell(f"{method}-{arm}", epsilon) for method, epsilon in columns]
-        lines.append([arm.replace("_", " "), *map(_entry, cells)])
+    for arm in dict.fromkeys(arm for _, arm in names):
+        entries = []
+        for method, epsilon in columns:
+            cell = record.cell(f"{method}-{arm}", epsilon)
+            spread = cell and cell.standard_error
+            error = "" if spread is None else f" ± {100 * spread:.2f}"
+            known = cell is not None and cell.mean is not None
+            entries.append(f"{100 * cell.mean:.2f}{error}" if known else "")
+        lines.append([arm.replace("_", " "), *entries])
     head = ["", *(f"{method}, ε = {epsilon:g}" for method, epsilon in columns)]
     return f"### {title}\n\n{table(head, lines)}"
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Method and arm: "dp-adamw-exp" -> ("dp-adamw", "exp")."""
-    method, _, arm = name.rpartition("-")
-    return method, arm
-
-
-def _entry(cell: Cell | None) -> str:
-    if cell is None or cell.mean is None:
-        return ""
-    error = "" if cell.standard_error is None else f" ± {100 * cell.standard_error:.2f}"
-    return f"{100 * cell.mean:.2f}{error}"
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,10 +12,8 @@ from scripts.benchmarks.fixed_shapes import (
     PROMPT,
     build_parser,
     main,
-    padded,
     passes_of,
     placement_of,
-    row_of,
 )
 
 COMMON = ["--shape", "tiny", "--max_seq_length", "24"]
@@ -61,20 +58,6 @@ def test_passes_follow_from_widths_and_places():
     assert found[0] == (4, width) and sum(rows for rows, _ in found) >= 6
     (wide,) = passes_of(placement, [23], cut=24)
     assert wide[1] == 24 and placement.rows_of(24, 0) == wide[0]
-
-
-def test_a_batch_is_padded_to_its_longest_row():
-    generator = torch.Generator().manual_seed(0)
-    rows = [row_of(n, 50, generator) for n in (3, 5)]
-    batch = padded(rows)
-    assert batch["input_ids"].shape == (2, 5) and batch["attention_mask"].tolist()[0] == [
-        1,
-        1,
-        1,
-        0,
-        0,
-    ]
-    assert batch["input_ids"][0, 3:].tolist() == [1, 1]
 
 
 def test_bits_are_compared_by_place_and_by_neighbours(capsys):

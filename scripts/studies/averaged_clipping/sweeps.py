@@ -48,40 +48,31 @@ def shown_epsilon(epsilon: float | None) -> str:
 
 
 def theorem_table(study: Study) -> str:
-    """What the theorems' parameters ask for and reach, linear regression, constants as published."""
+    """What the theorems' parameters ask for and reach, linear regression, constants as published.
+
+    With noise of variance 2, sigma^2 at the start is, with w = x - x*,
+    E ||2 xi (<xi, w> - e)||^2 - ||2 w||^2 = 4 (d + 1) R^2 + 8 d.
+    """
     noises = ("Eq. 9 noise / λ", "its true ε", "needed noise / λ")
     head = ("theorem", "N", "m", "λ", "γ", *noises, "excess, Eq. 9", "excess, correct")
-    lines = []
-    problem = linear_problem(study)
+    problem = Problem(
+        smoothness=LINEAR.smoothness, distance=RADIUS, dimension=DIMENSION,
+        variance=4 * (DIMENSION + 1) * RADIUS**2 + 8 * DIMENSION,
+        num_examples=study.num_examples, epsilon=EPSILON, delta=study.delta,
+    )  # fmt: skip
     makers: dict[str, Callable[[], Parameters]] = {
         "3 (CC)": lambda: constrained(problem),
         "4 (UC)": lambda: unconstrained(problem),
         "6 (R-AClip)": lambda: restarted(problem, strong_convexity=LINEAR.smoothness),
         "7 (ν = 1)": lambda: hoelder(problem, 1.0, LINEAR.smoothness, accuracy=0.1),
     }
+    lines = []
     for name in study.theorems:
         try:
             lines.append([name, *_theorem_row(study, makers[name]())])
         except ValueError as error:
             lines.append([name, f"refused: {str(error).split(':')[0]}", *[""] * 8])
     return table(head, lines)
-
-
-def linear_problem(study: Study) -> Problem:
-    """The constants of linear regression with noise of variance 2.
-
-    sigma^2 at the start: E ||2 xi (<xi, w> - e)||^2 - ||2 w||^2 = 4 (d + 1) R^2 + 8 d, w = x - x*.
-    """
-    variance = 4 * (DIMENSION + 1) * RADIUS**2 + 8 * DIMENSION
-    return Problem(
-        smoothness=LINEAR.smoothness,
-        distance=RADIUS,
-        variance=variance,
-        dimension=DIMENSION,
-        num_examples=study.num_examples,
-        epsilon=EPSILON,
-        delta=study.delta,
-    )
 
 
 def _theorem_row(study: Study, parameters: Parameters) -> list[str]:

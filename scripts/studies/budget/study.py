@@ -159,11 +159,13 @@ def compare_arms(study: Study, source: str, examples: int, steps: int) -> Row:
     quiet = np.full(steps, 1e-9)
     first = public.network.loss(public.start, public.split.train).mean()
     theory = float((public.losses(quiet, math.inf)[0].mean() / first) ** (1 / steps))
-    candidates = {
-        ratio: float(public.losses(_exp(ratio, steps, total), total)[0].mean())
-        for ratio in study.ratios
-    }
-    ratio = min(candidates, key=candidates.__getitem__)
+
+    def public_loss(ratio: float) -> float:
+        schedule = Exponential(gamma=ratio_gamma(ratio, steps))
+        sigma = budget.multipliers_for(schedule, steps, total)
+        return float(public.losses(sigma, total)[0].mean())
+
+    ratio = min(study.ratios, key=public_loss)
     tuned = ratio_gamma(ratio, steps)
     private = Bench.of(study, source, examples, study.seeds)
     arms: Row = {}
@@ -173,20 +175,12 @@ def compare_arms(study: Study, source: str, examples: int, steps: int) -> Row:
         arms[arm] = {"auxiliary_loss": float(loss.mean())}
         for kind in BUDGETS:
             sigma = sigma_of(arm, steps, total_budget(kind), tuned, theory)
-            measured = private.losses(sigma, total_budget(kind), beta)
-            arms[arm][kind] = dict(zip(("loss", "accuracy"), map(_rounded, measured), strict=True))
+            measured = np.round(private.losses(sigma, total_budget(kind), beta), 6).tolist()
+            arms[arm][kind] = dict(zip(("loss", "accuracy"), measured, strict=True))
     return {
         "source": source, "examples": examples, "steps": steps, "arms": arms,
         "ratio": ratio, "gamma_tuned": tuned, "gamma_theory": theory,
     }  # fmt: skip
-
-
-def _exp(ratio: float, steps: int, total: float) -> Floats:
-    return budget.multipliers_for(Exponential(gamma=ratio_gamma(ratio, steps)), steps, total)
-
-
-def _rounded(values: Floats) -> list[float]:
-    return [round(float(value), 6) for value in values]
 
 
 def estimate_influence(study: Study, source: str, examples: int, steps: int) -> Row:
@@ -235,9 +229,13 @@ def summary(results: Sequence[Row], kind: str, chosen_on: str = "auxiliary") -> 
     compared = [r for r in results if "arms" in r]
     for source, examples in dict.fromkeys((r["source"], r["examples"]) for r in compared):
         here = [r for r in compared if (r["source"], r["examples"]) == (source, examples)]
-        best = {
-            arm: min(here, key=lambda r: _score(r["arms"][arm], kind, chosen_on)) for arm in ARMS
-        }
+
+        def score(row: Row, arm: str) -> float:
+            found = row["arms"][arm]
+            private = chosen_on == "private"
+            return float(np.mean(found[kind]["loss"] if private else found["auxiliary_loss"]))
+
+        best = {arm: min(here, key=lambda r: score(r, arm)) for arm in ARMS}
         for arm, own in best.items():
             base = "momentum_uniform" if arm.startswith("momentum") else "uniform"
             row: Row = {"source": source, "examples": examples, "arm": arm, "steps": own["steps"]}
@@ -248,12 +246,6 @@ def summary(results: Sequence[Row], kind: str, chosen_on: str = "auxiliary") -> 
                 row[f"{what}_gain"], row[f"{what}_gain_se"] = _mean_error(difference)
             rows.append(row)
     return rows
-
-
-def _score(found: Row, kind: str, chosen_on: str) -> float:
-    if chosen_on == "private":
-        return float(np.mean(found[kind]["loss"]))
-    return float(found["auxiliary_loss"])
 
 
 def _mean_error(values: Floats) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 from numpy.typing import NDArray
 
 from hf_dpzero.privacy.noise import NoiseSource
@@ -12,41 +13,28 @@ from hf_dpzero.privacy.noise import NoiseSource
 Array = NDArray[np.float64]
 
 
-def laplace_histogram(
-    shares: Array, num_examples: int, epsilon: float, noise: NoiseSource
+def noised_histogram(
+    shares: Array, num_examples: int, noise: NoiseSource, epsilon: float, delta: float = 0.0
 ) -> Array:
-    """The histogram with discrete Laplace noise of scale 2 / eps on the counts: pure eps, replace-one.
+    """The histogram with discrete noise on the counts, replace-one.
+
+    Laplace noise of scale 2 / eps where delta is 0; else Gaussian: one example moves the counts by
+    sqrt 2 in L2.
 
     Args:
       shares: of `histogram`.
       num_examples: n.
-      epsilon: > 0.
       noise: the source.
+      epsilon, delta: > 0; in [0, 1).
 
     Returns:
       Shares [|Z|], perhaps negative; projected on the simplex.
     """
-    z = np.array(noise.laplace(2 / epsilon, len(shares), 0), dtype=float)
-    return on_simplex(shares + z / num_examples)
-
-
-def gaussian_histogram(
-    shares: Array, num_examples: int, epsilon: float, delta: float, noise: NoiseSource
-) -> Array:
-    """The histogram with discrete Gaussian noise: one example moves the counts by sqrt 2 in L2.
-
-    Args:
-      shares, num_examples, epsilon, noise: as in `laplace_histogram`.
-      delta: in (0, 1).
-
-    Returns:
-      Shares [|Z|], projected on the simplex.
-    """
-    from dp_accounting.gaussian_mechanism import get_sigma_gaussian
-
-    sigma = math.sqrt(2) * float(get_sigma_gaussian(epsilon, delta))
-    z = np.array(noise.gaussian(sigma, len(shares), 0), dtype=float)
-    return on_simplex(shares + z / num_examples)
+    if delta:
+        drawn = noise.gaussian(math.sqrt(2) * get_sigma_gaussian(epsilon, delta), len(shares), 0)
+    else:
+        drawn = noise.laplace(2 / epsilon, len(shares), 0)
+    return on_simplex(shares + np.array(drawn, dtype=float) / num_examples)
 
 
 def gaussian_answers(
@@ -61,13 +49,11 @@ def gaussian_answers(
 
     Args:
       queries: [m, |Z|], values -1, 0 or 1.
-      shares, num_examples, epsilon, delta, noise: as in `gaussian_histogram`.
+      shares, num_examples, epsilon, delta, noise: as in `noised_histogram`.
 
     Returns:
       Answers [m].
     """
-    from dp_accounting.gaussian_mechanism import get_sigma_gaussian
-
     norms = np.sum(queries**2, axis=0)
     farthest = 0.0
     for start in range(0, queries.shape[1], 512):

@@ -175,12 +175,11 @@ class Point:
         return {**self._facts(plan), "values": gaps, "uniform": uniform}
 
     def _facts(self, plan: Plan) -> Row:
-        vertices = getattr(plan, "vertices", None)
         return {
             "num_examples": plan.num_examples,
             "dimensions": list(plan.dimensions),
             "steps": len(plan.batch_sizes),
-            "vertices": vertices,
+            "vertices": getattr(plan, "vertices", None),
             "step_size": plan.step_size,
             "true_epsilon": plan.epsilon(self.study.delta),
         }
@@ -245,10 +244,7 @@ class Point:
     def _plain(self, queries: Any, cells: Any, noise: InsecureSeededNoise) -> np.ndarray:
         epsilon, delta = self.study.epsilon, self.study.delta
         shares, n = synthetic_data.histogram(cells, queries.shape[1]), len(cells)
-        if self.method == "laplace histogram":
-            found = releases.laplace_histogram(shares, n, epsilon, noise)
-        elif self.method == "gaussian histogram":
-            found = releases.gaussian_histogram(shares, n, epsilon, delta, noise)
-        else:
+        if self.method == "gaussian answers":
             return releases.gaussian_answers(queries, shares, n, epsilon, delta, noise)
-        return np.asarray(queries @ found)
+        target = (epsilon,) if self.method == "laplace histogram" else (epsilon, delta)
+        return np.asarray(queries @ releases.noised_histogram(shares, n, noise, *target))

@@ -8,7 +8,7 @@ import torch
 
 from hf_dpzero.papers.budget import multipliers_for, private_gradient_descent
 from hf_dpzero.privacy.schedules import Exponential
-from scripts.studies.budget.network import SOURCES, Network, digits, train
+from scripts.studies.budget.network import SOURCES, Network, train
 from scripts.studies.budget.report import write
 from scripts.studies.budget.study import (
     ARMS,
@@ -95,12 +95,6 @@ def test_data_are_as_the_paper_prepares_them(source):
     assert np.linalg.norm(x, axis=1).max() == pytest.approx(10.0, rel=1e-5)
     again = SOURCES[source](100, 0)
     assert (again.train.x == x).all() and (SOURCES[source](100, 1).train.x != x).any()
-
-
-def test_digits_are_365():
-    assert len(digits(300, 0).test.y) == 65
-    with pytest.raises(ValueError, match="train=365"):
-        digits(365, 0)
 
 
 def test_all_arms_spend_the_same():

@@ -33,14 +33,6 @@ def test_synthetic_clients_have_the_law_of_fedprox():
     assert many.normals.std() == pytest.approx(math.sqrt(2), rel=0.02)
 
 
-def test_accuracy_counts_the_right_side():
-    features = np.array([[[[1.0, 0.0], [0.0, 1.0]]]])
-    labels = np.array([[[1.0, -1.0]]])
-    x = np.array([[[1.0, -1.0]], [[1.0, 1.0]], [[-1.0, 1.0]], [[np.nan, 1.0]]])
-    found = logistic.accuracy(x, logistic.Records(features, labels))
-    assert found.tolist() == [[1.0], [0.5], [0.0], [0.0]]
-
-
 def torch_loss(net, theta, pixels, label):
     layers, at = [], 0
     for a, b in net.shapes:
@@ -109,8 +101,3 @@ def test_half_of_a_learner_s_clients_have_its_digit_and_no_two_are_one_image():
     flat = pixels.reshape(-1, 64)
     assert len(np.unique(flat[:2000], axis=0)) == 2000 and flat.min() >= 0 and flat.max() <= 1
     assert flat.mean() == pytest.approx(train.pixels.mean(), rel=0.1)
-
-
-def test_more_learners_than_digits_are_refused():
-    with pytest.raises(ValueError, match="learners=11"):
-        next(network.stream([], [], 1, 1, learners=11))

@@ -78,15 +78,6 @@ def test_lemma_iv_9_bounds_the_regret(seed):
         problem.regret(federation, None, 0.0, 1.01 / (8 * curvature))
 
 
-def test_the_pull_to_the_minimum_forgets_independent_noise():
-    """e <- (1 - etilde c) e - etilde xi has variance etilde / (c (2 - etilde c)) in the long run."""
-    federation = Federation(rounds=400, local_steps=1, learners=5)
-    problem = Quadratics(np.zeros((400, 1, 5, 2)), 1.0, np.zeros(2))
-    regret = problem.regret(federation, f.independent(400), 3.0, 0.1)
-    stationary = 0.5 * 2 * 9 / 5 * 0.1 / (2 - 0.1)
-    assert regret.noise == pytest.approx(stationary, rel=0.02)
-
-
 def test_correlated_noise_is_ahead_of_independent_noise_for_small_steps_only():
     """At (2, 1e-3), R = 256: Toeplitz noise is far ahead at .01 only; the tree is behind at .125."""
     federation = Federation(rounds=256, local_steps=5, learners=20)
@@ -126,13 +117,6 @@ def test_noise_is_calibrated_as_each_point_says():
     wrong = next(c for c in over.grid() if c.noise == "independent")
     assert over.true_epsilon(wrong) > 7.9
     assert next(c for c in over.grid() if c.noise == "noiseless").deviation == 0
-
-
-def test_many_rounds_leave_out_the_dense_factorisations():
-    setting = Setting(
-        dataclasses.replace(TINY, records=2050), Point("logistic", 2, "exact", 2.0, 1e-3)
-    )
-    assert setting.noises() == ["noiseless", "independent", "tree", "toeplitz"]
 
 
 def test_tuning_and_measuring_have_different_draws(monkeypatch):
