@@ -42,6 +42,7 @@ def main() -> None:
     fill_(model)
     batch = inputs(asked, model)
     with torch.no_grad():
+        # The same losses, or the times would be of different work.
         torch.testing.assert_close(WORDS(model, batch), full(model, batch))
         timed = interleaved([lambda _: WORDS(model, batch), lambda _: full(model, batch)],
                             asked.repeats, "cpu")  # fmt: skip

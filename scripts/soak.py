@@ -137,7 +137,7 @@ class Witness(TrainerCallback):
         append, save = Trajectory.append, checkpoints.save_checkpoint
 
         def appended(log: Trajectory, release: Any) -> None:
-            append(log, release)
+            append(log, release)  # first: told is told only of what is on disk
             self.tell("paid", release.step, release.values)
 
         def saved(*given: Any) -> None:
@@ -192,7 +192,7 @@ def life(folder: Path, kind: str, steps: int, told: Path, killed_after: float,
       (signal that ended it, or 143, or 0; its last words where it did not end well).
     """
     with tempfile.TemporaryFile("w+") as words:
-        child = os.fork()
+        child = os.fork()  # not a new process: imports and compiled code would take most of a life
         if child == 0:
             torch.set_num_threads(1)
             for stream in (1, 2):

@@ -48,7 +48,7 @@ def in_processes(
       ranks: tell them where they meet and who they are; without, what they run starts no group.
       given: of `subprocess.Popen`; `env` adds to this process' environment.
     """
-    with socket.socket() as free:
+    with socket.socket() as free:  # a port that nobody has; closed again before it is used
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     common, children = {**os.environ, **given.pop("env", {})}, []
@@ -58,6 +58,6 @@ def in_processes(
         children.append(subprocess.Popen([sys.executable, "-m", module, *words], env=env, **given))
     try:
         return [child.wait(timeout=timeout) for child in children]
-    finally:
+    finally:  # where one failed, the others wait for it in a collective operation
         for child in children:
             child.kill()

@@ -42,7 +42,7 @@ def interleaved(steps: Sequence[TimedStep], repeats: int, device: str) -> list[l
         row = []
         for step in steps:
             getattr(step, "prepare", lambda: None)()
-            synchronize(device)
+            synchronize(device)  # what was queued before is not this step's
             start = time.perf_counter()
             step(number)
             synchronize(device)

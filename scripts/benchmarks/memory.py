@@ -102,7 +102,7 @@ def peak_bytes(bench: StepBench, phase: str) -> int:
     """
     shape = "tiny-opt" if bench.shape.startswith(("opt", "tiny-opt")) else "tiny"
     tiny = dataclasses.replace(bench, shape=shape, batch_size=2, seq_length=8, trainable=None)
-    _two_rounds(tiny, phase)
+    _two_rounds(tiny, phase)  # loads libraries and compiles kernels, which would count as memory
     empty_model(bench.shape, bench.dtype, "meta")
     gc.collect()
     if torch.device(bench.device).type == "cuda":

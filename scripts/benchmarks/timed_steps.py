@@ -81,6 +81,7 @@ class Step:
     def __init__(self, bench: StepBench, model: nn.Module, batches: DrawnBatches) -> None:
         self.bench, self.batches, self.round = bench, batches, 0
         self.objective = select_objective(model)
+        # On a grid, as the trainer puts weights: moves are exact then, and the restore too.
         self.space = ParameterSpace.from_model(
             model, distribution=bench.direction, smoothing=SMOOTHING
         )

@@ -60,7 +60,7 @@ def _time_beside(
     prefix: str = "",
 ) -> None:
     """Interleaves steps with forwards; notes all seconds, and the ratio of the first step."""
-    names = list(steps)
+    names = list(steps)  # the first one has the ratio; others take turns to be compared with it
     said(f"timing {' and '.join(names)} beside bare forward passes, {bench.repeats} rounds")
     forwards.batches(1 + bench.repeats)  # rows are drawn and collated off the clock
     beside, *own = interleaved([forwards, *steps.values()], bench.repeats, bench.device)
@@ -95,7 +95,7 @@ def bytes_per_parameter(step: Step) -> float:
     for float32 weights moved in place with the update deferred (twice 4 bytes read and 4 written), 24
     with the update at once. What forward passes read is not in it.
     """
-    step(0)
+    step(0)  # its update waits, and is made in the pass that is counted
     before = step.space.traffic
     step(0)
     return (step.space.traffic - before) / step.space.dimension

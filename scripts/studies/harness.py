@@ -121,6 +121,7 @@ def run(study: Study, folder: Path) -> list[Row]:
 
 def left(study: Study, rows: Iterable[Row]) -> list[tuple[Any, ...]]:
     """The points of the study without a row."""
+    # JSON has no tuples: points are compared by the members that their rows name.
     done = {tuple(row[field] for field in study.fields) for row in rows}
     return [point for point in study.points() if tuple(point) not in done]
 
@@ -133,7 +134,7 @@ def read_rows(path: Path, study: Any) -> list[Row]:
     Raises:
       ValueError: the file holds rows of another study.
     """
-    settings = json.loads(json.dumps(asdict(study)))
+    settings = json.loads(json.dumps(asdict(study)))  # as the file has them: lists for tuples
     if not path.exists():
         path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
         return []
@@ -149,6 +150,7 @@ def read_rows(path: Path, study: Any) -> list[Row]:
 
 def append_rows(path: Path, rows: Iterable[Row]) -> list[Row]:
     """Adds rows in one write; returns them as `read_rows` will."""
+    # One write: a point counts as measured by any of its rows, so a kill may not leave some of them.
     lines = [json.dumps(row) for row in rows]
     with open(path, "a", encoding="utf-8") as file:
         file.write("".join(f"{line}\n" for line in lines))

@@ -79,6 +79,7 @@ class Study:
         cells, total = self.cells(method), np.zeros(())
         for seed in self.seeds:
             problem = Quadratic.draw(SPECTRA[spectrum](dimension), self.num_examples, seed)
+            # Means before the best is taken: the best of each draw would be chosen by its noise.
             total = total + figures(problem, method, cells, seed) / len(self.seeds)
         key = {"spectrum": spectrum, "dimension": dimension, "method": method}
         best = dict(zip(MEASURES, total.min(axis=0).tolist(), strict=True))

@@ -71,7 +71,7 @@ def shipped(trainer: DPZeroTrainer, folder: Path) -> PrivacyReport:
 
 def not_shipped(folder: Path, hub: Path, words: str) -> None:
     """Neither a Hub folder nor a card is made of a run's folder."""
-    card = (folder / "README.md").exists()
+    card = (folder / "README.md").exists()  # of a run that was shipped before it was edited
     for make in (lambda: build_hub_folder(folder, hub), lambda: write_model_card(folder)):
         with pytest.raises(ValueError, match=words):
             make()

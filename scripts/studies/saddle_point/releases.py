@@ -55,6 +55,7 @@ def gaussian_answers(
       Answers [m].
     """
     norms = np.sum(queries**2, axis=0)
+    # 512 columns at a time: all pairs of cells would not fit into memory.
     farthest = 0.0
     for start in range(0, queries.shape[1], 512):
         part = slice(start, start + 512)
