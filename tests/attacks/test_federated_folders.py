@@ -10,7 +10,7 @@ import pytest
 from federated_sides import NAMES, client_folder, rounds_of, side, started
 from tiny_runs import tiny_data
 
-from hf_dpzero.federated import flower as node
+from hf_dpzero.federated import flower
 from hf_dpzero.federated.messages import (
     ASK,
     RELEASED_NAME,
@@ -90,12 +90,12 @@ def test_other_users_do_not_read_a_clients_log(tmp_path, monkeypatch):
     """It may quote rows; a folder made with the usual umask lets everybody in."""
     folder = tmp_path / "run"
     folder.mkdir(mode=0o755)
-    log = folder / node.LOG_NAME
+    log = folder / flower.LOG_NAME
     log.write_text("of an earlier release\n", encoding="utf-8")
     log.chmod(0o644)
     monkeypatch.setattr(sys, "executable", "/bin/true")
     for target in (folder, tmp_path / "new"):
-        process = node._start(target, "{}")
+        process = flower._start(target, "{}")
         process.wait()
-        assert (target / node.LOG_NAME).stat().st_mode & 0o077 == 0
+        assert (target / flower.LOG_NAME).stat().st_mode & 0o077 == 0
     assert "earlier" in log.read_text(encoding="utf-8")

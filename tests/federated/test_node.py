@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_dpzero.federated import flower as node
+from hf_dpzero.federated import flower
 from hf_dpzero.federated.flower import ADDRESS_NAME, ResidentError, hand_over, node_of, settings_of
 
 VALUES = {"name": "north", "recipe": "quickstart", "rounds": 5}
@@ -47,12 +47,12 @@ def started(monkeypatch):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ADDRESS_NAME).unlink(missing_ok=True)
         count.append(text)
-        threading.Thread(target=node.serve, args=(folder, text, 0), daemon=True).start()
+        threading.Thread(target=flower.serve, args=(folder, text, 0), daemon=True).start()
         return SimpleNamespace(poll=lambda: None, kill=lambda: None)
 
-    monkeypatch.setattr(node, "_Answers", Answers)
-    monkeypatch.setattr(node, "_watch", lambda *_: None)
-    monkeypatch.setattr(node, "_start", start)
+    monkeypatch.setattr(flower, "_Answers", Answers)
+    monkeypatch.setattr(flower, "_watch", lambda *_: None)
+    monkeypatch.setattr(flower, "_start", start)
     return count
 
 
@@ -81,7 +81,7 @@ def test_whoever_has_not_the_key_is_not_answered(tmp_path, started):
     entry = json.loads((tmp_path / ADDRESS_NAME).read_text())
     (tmp_path / ADDRESS_NAME).write_text(json.dumps({**entry, "key": "00" * 32}))
     with pytest.raises(AuthenticationError):
-        node._call(tmp_path, entry["values"])
+        flower._call(tmp_path, entry["values"])
     assert len(started) == 1
 
 
@@ -97,17 +97,17 @@ def test_a_process_loads_with_its_first_message_and_ends_when_another_takes_its_
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert "client.log says why" in told[0] and told[1] == "set()"
-    assert "recipe is missing" in (tmp_path / node.LOG_NAME).read_text()
+    assert "recipe is missing" in (tmp_path / flower.LOG_NAME).read_text()
     process = json.loads((tmp_path / ADDRESS_NAME).read_text())["pid"]
-    assert node._alive(process)
+    assert flower._alive(process)
     (tmp_path / ADDRESS_NAME).write_text(json.dumps({"key": "another took its place"}))
     deadline = time.monotonic() + 300
     while running(process) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not running(process) and node._alive(os.getpid())
+    assert not running(process) and flower._alive(os.getpid())
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    assert not node._alive(gone.pid)
+    assert not flower._alive(gone.pid)
 
 
 def running(process: int) -> bool:

@@ -328,16 +328,6 @@ def test_epsilon_is_never_below_the_loss_of_a_whole_run(step_size):
             assert plan.epsilon(delta) < 1.6 * exact
 
 
-def test_a_single_step_costs_nothing_and_no_step_size_neither():
-    one = dataclasses.replace(BASE, steps=1)
-    assert one.epsilon(DELTA) == 0 and one.largest_step_size(1.0, DELTA) == math.inf
-    assert dataclasses.replace(BASE, step_size=0.0).epsilon(DELTA) == 0
-    assert dataclasses.replace(BASE, dimensions=(1, 1)).epsilon(DELTA) == 0
-    assert dataclasses.replace(BASE, step_size=1e-3).epsilon(0.0) == pytest.approx(
-        36 * 1e-3, rel=1e-5
-    )
-
-
 @pytest.mark.parametrize("epsilon", [0.3, 1.0, 5.0])
 def test_the_calibrated_step_size_spends_epsilon_and_is_the_closed_form(epsilon):
     plan = dataclasses.replace(BASE, num_examples=3000, steps=100, vertices=4)
@@ -348,6 +338,12 @@ def test_the_calibrated_step_size_spends_epsilon_and_is_the_closed_form(epsilon)
     spent = dataclasses.replace(plan, step_size=tau).epsilon(DELTA)
     assert 0.99999 * epsilon < spent <= epsilon
     assert plan.calibrated(1e3, DELTA) is plan
+    change = dataclasses.replace  # a single step costs nothing, and no step size neither
+    one = change(BASE, steps=1)
+    assert one.epsilon(DELTA) == 0 and one.largest_step_size(1.0, DELTA) == math.inf
+    for free in ({"step_size": 0.0}, {"dimensions": (1, 1)}):
+        assert change(BASE, **free).epsilon(DELTA) == 0
+    assert change(BASE, step_size=1e-3).epsilon(0.0) == pytest.approx(36 * 1e-3, rel=1e-5)
 
 
 def test_the_papers_step_size_is_2_8_times_smaller_and_costs_less_than_it_says():
