@@ -61,8 +61,9 @@ _BEYOND = 16
 """Rows of a pass beyond those that a width is expected to have, at most."""
 
 _CPU_PASS, _CPU_MOST = 5e7, 2000.0
-_GPU_PASS, _GPU_LEAST, _GPU_MOST = 2e12, 150.0, 5000.0
-_GPU_BYTES, _GPU_OPERATIONS = 2.5e10, 3e14
+_GPU_PASS, _GPU_PERTURBED = 3e12, 400.0
+_GPU_BYTES, _GPU_OPERATIONS = 2.5e10, 5e14
+_GPU_MOST = 8000.0
 
 CAPS = (64, 32, 16)
 """Rows of a pass that are tried where `microbatch_size` is not set; else one."""
@@ -117,8 +118,10 @@ def pass_cost(device: str, parameters: int, low_precision: bool, arriving: int =
 
     On the CPU measured on RoBERTa-base and MiniLM (docs/performance.md, "Private settings"): 40 in
     float32, 140 in bfloat16, whose products are faster while weights are read no faster; more for small
-    models, whose passes are mostly Python: about a millisecond at 5e10 operations a second. On a GPU
-    estimated: half a millisecond to start the kernels of a layer, at 3e14 operations a second.
+    models, whose passes are mostly Python: about a millisecond at 5e10 operations a second. On an H100
+    in bfloat16 a pass takes at least the 11 to 16 ms in which Python starts its kernels, as long as
+    8,000 tokens of RoBERTa-large, 2,500 of OPT-1.3B and 700 of OPT-6.7B take; and 400 tokens, whatever
+    the model, in which half-precision weights are perturbed anew.
 
     Args:
       device: type of a torch device, such as "cpu".
@@ -137,7 +140,8 @@ def pass_cost(device: str, parameters: int, low_precision: bool, arriving: int =
         started = min(_CPU_MOST, _CPU_PASS / max(parameters, 1))
         return (140.0 if low_precision else 40.0) + started
     transfer = arriving / _GPU_BYTES * _GPU_OPERATIONS / (2 * max(parameters, 1))
-    return transfer + min(_GPU_MOST, max(_GPU_LEAST, _GPU_PASS / max(parameters, 1)))
+    perturbed = _GPU_PERTURBED if low_precision else 0.0
+    return transfer + perturbed + min(_GPU_MOST, _GPU_PASS / max(parameters, 1))
 
 
 def pass_sequence(mean: float, sizes: Sequence[int], cost: float, width: int) -> tuple[int, ...]:

@@ -222,14 +222,16 @@ class FiniteDifferences:
                     losses.append(self.evaluate(microbatch))
                 self._guard.check(before)
                 columns.append(torch.cat(losses))
-        return torch.stack(columns[::2], dim=1), torch.stack(columns[1::2], dim=1)
+        # the one moment at which the host waits for the device
+        plus, minus = torch.stack([*columns[::2], *columns[1::2]], dim=1).cpu().chunk(2, dim=1)
+        return plus, minus
 
     def evaluate(self, microbatch: Microbatch) -> Tensor:
-        """Returns one microbatch's per-example losses at the present parameters, float32 [B], CPU."""
+        """Returns one microbatch's per-example losses at the present parameters, float32 [B]."""
         if self.prefix is not None:
             self.prefix.begin_evaluation()
         losses = self._per_example(self.model, microbatch)
-        return losses[: num_examples(microbatch)].detach().cpu()
+        return losses[: num_examples(microbatch)].detach()
 
     def _per_example(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
         """The objective's losses, checked to be one an example, float32 [B]."""

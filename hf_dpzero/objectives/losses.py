@@ -302,12 +302,14 @@ def num_examples(microbatch: Inputs) -> int:
 def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
     """Sets `model.eval()` inside; on exit every module is back in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    if any(training for _, training in modes):
+        model.eval()
     try:
         yield model
     finally:
         for module, training in modes:
-            module.training = training
+            if module.training is not training:  # a module's __setattr__ takes microseconds
+                module.training = training
 
 
 def take_columns(tensor: Tensor, index: Tensor) -> Tensor:

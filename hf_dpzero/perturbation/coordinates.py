@@ -17,7 +17,7 @@ from hf_dpzero.perturbation.directions import (
     largest_coordinate,
 )
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.segments import GridParts, GridSegment, RoundedSegment
+from hf_dpzero.perturbation.segments import GridParts, GridSegment, RoundedParts, RoundedSegment
 from hf_dpzero.perturbation.sharding import (
     ShardedStream,
     is_sharded,
@@ -74,28 +74,32 @@ class Coordinates:
             for m, number in enumerate(segment.numbers)
         }
         self._addresses = list(map(_address, self.tensors))
+        self._moves = 0  # how often tensors got other storage
         self._streams: dict[Direction, DirectionStream] = {}
 
     def _make_segments(self) -> list[AnySegment]:
         split = [n for n, parameter in enumerate(self.parameters) if is_sharded(parameter)]
-        together = [n for n in split if self.tensors[n].dtype == torch.float32]
-        segments: list[AnySegment] = []
-        for run in runs(self.tensors, split):
-            if run[0] in together:
-                continue
-            segments.append(segment_of(self.tensors, self.offsets, run))
-            if run[0] in split:
-                agree = largest_over(self.parameters[run[0]])
-                segments[-1].is_part(self._parts[run[0]].first, agree)
-        if together:
-            parts = [self._parts[n] for n in together]
+        reached = [n for n, t in enumerate(self.tensors) if dispatch.together_on(t.device)]
+        apart = {*split, *reached}
+        segments: list[AnySegment] = [
+            segment_of(self.tensors, self.offsets, run)
+            for run in runs(self.tensors, apart)
+            if run[0] not in apart
+        ]
+        kinds: dict[Hashable, list[int]] = {}
+        for n in sorted(apart):
+            kind = self.tensors[n].dtype, self.tensors[n].device, n in split
+            kinds.setdefault(kind, []).append(n)
+        for numbers in kinds.values():
+            parts, first = [self._parts[n] for n in numbers], numbers[0]
+            made = GridParts if self.tensors[first].dtype == torch.float32 else RoundedParts
             segments.append(
-                GridParts(
+                made(
                     [part.tensor for part in parts],
-                    [self.offsets[n] for n in together],
+                    [self.offsets[n] for n in numbers],
                     [part.first for part in parts],
-                    together,
-                    largest_over(self.parameters[together[0]]),
+                    numbers,
+                    largest_over(self.parameters[first]) if first in split else float,
                 )
             )
         return segments
@@ -204,6 +208,7 @@ class Coordinates:
                     )
             if any(addresses[n] != self._addresses[n] for n in numbers):
                 segment.follow_([self.tensors[n] for n in numbers])
+                self._moves += 1
         self._addresses = list(map(_address, self.tensors))
 
 

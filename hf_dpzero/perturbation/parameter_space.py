@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.perturbation.coordinates import Coordinates
+from hf_dpzero.perturbation.coordinates import AnySegment, Coordinates
 from hf_dpzero.perturbation.directions import LANES, Direction, largest_coordinate
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.kernels.torch_reference import Pieces
-from hf_dpzero.perturbation.segments import CHUNK, Change, GridSegment, GridState
+from hf_dpzero.perturbation.kernels.torch_reference import Parts, Pieces, Sweep
+from hf_dpzero.perturbation.segments import CHUNK, Change, GridSegment, GridState, Stacked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,12 +38,22 @@ class Stack(NamedTuple):
     """Copies of a space's tensors.
 
     Attributes:
-      flats: [copies, n] of each segment.
-      tensors: [copies, *shape] of each tensor, in the flats' memory.
+      segments: of each segment.
+      tensors: [copies, *shape] of each tensor, in their memory.
     """
 
-    flats: list[Tensor]
+    segments: list[Stacked]
     tensors: list[Tensor]
+
+
+class Copies(dict[int, Tensor]):
+    """Perturbed copies of some tensors: number -> contiguous memory of its shape and dtype.
+
+    `write_perturbed_each_` keeps here what it need not find out twice.
+    """
+
+    _moves = -1
+    _parts: Sequence[tuple[AnySegment, Parts]] = ()
 
 
 class ParameterSpace(Coordinates):
@@ -79,6 +89,8 @@ class ParameterSpace(Coordinates):
         self._ages: dict[Direction, int] = {}  # of the update that waits
         self.position: Position = ()
         self._failed = False
+        self._written: Position = ()  # the position that `_sweeps` are of
+        self._sweeps: dict[int, Sweep] = {}  # by segment
         self.traffic = 0
 
     @classmethod
@@ -121,6 +133,7 @@ class ParameterSpace(Coordinates):
                 f"({len(self.names)}): resume with the same model and `trainable`."
             )
         self._follow_storage_()
+        self._sweeps.clear()
         for number, name in enumerate(self.names):
             segment, m = self._places[number]
             if isinstance(segment, GridSegment):
@@ -180,6 +193,7 @@ class ParameterSpace(Coordinates):
                 "a change of the parameters failed half-way, so they hold neither the old nor the new "
                 "values: load the model anew and resume from a checkpoint."
             )
+        self._sweeps.clear()  # grids may change
         if self.settled:
             self._follow_storage_()
         if not self.snapped:
@@ -230,6 +244,31 @@ class ParameterSpace(Coordinates):
             self.snap_()
         self._write(number, position, self.values(number) if source is None else source, out, None)
 
+    @torch.no_grad()
+    def write_perturbed_each_(self, position: Position, copies: Copies) -> None:
+        """`write_perturbed_` into every copy, on a GPU by one launch for all of a dtype.
+
+        Args:
+          position: as for `move_to_`; at least one term.
+          copies: on the device of the tensors themselves.
+        """
+        if not self.snapped:
+            self.snap_()
+        if copies._moves != self._moves:
+            members: dict[int, list[int]] = {}
+            for number in copies:
+                members.setdefault(id(self._places[number][0]), []).append(number)
+            copies._parts = [self._parts_of(numbers, copies) for numbers in members.values()]
+            copies._moves = self._moves
+        for segment, parts in copies._parts:
+            dispatch.sweep_each(self._added(segment, position), parts)
+            self.traffic += sum(2 * out.nbytes for out in parts.outs)
+
+    def _parts_of(self, numbers: list[int], copies: Copies) -> tuple[AnySegment, Parts]:
+        segment, members = self._places[numbers[0]][0], [self._places[n][1] for n in numbers]
+        sources = [segment.member(m) for m in members]
+        return segment, segment.parts([copies[n].view(-1) for n in numbers], sources, members)
+
     def values(self, number: int) -> Tensor:
         """Returns tensor `number` of theta, settled, where it lives: a view, not to be written to."""
         segment, m = self._places[number]
@@ -253,7 +292,9 @@ class ParameterSpace(Coordinates):
         width, chosen = table.shape[1], rows.to(table.device)
         if width % LANES == 0:
             source = table.index_select(0, chosen).to(out.device)
-            return self._write(number, position, source, out, rows.cpu().numpy() * width)
+            # a GPU that has the rows is not waited for
+            first = chosen * width if out.is_cuda and table.is_cuda else rows.cpu().numpy() * width
+            return self._write(number, position, source, out, first)
         whole = torch.empty_like(table)
         self.write_perturbed_(number, position, whole)
         out.copy_(whole.index_select(0, chosen))
@@ -261,23 +302,31 @@ class ParameterSpace(Coordinates):
     def _write(
         self, number: int, position: Position, source: Tensor, out: Tensor, pieces: Pieces
     ) -> None:
-        assert self.settled, "settle_() before writing perturbed copies"
-        self._check_position(position)
-        changes = [Change(self.stream(u), 0.0, a, 0.0) for u, a in sorted(position)]
         segment, m = self._places[number]
-        segment.write_(m, changes, source.view(-1), out.view(-1), pieces)
+        added = self._added(segment, position)
+        segment.write_(m, added, source.view(-1), out.view(-1), pieces)
         self.traffic += 2 * out.numel() * out.element_size()
+
+    def _added(self, segment: AnySegment, position: Position) -> Sweep:
+        """What a position adds to the segment's tensors; computed once while many are written."""
+        assert self.settled, "settle_() before writing perturbed copies"
+        if position != self._written or not self._sweeps:
+            self._check_position(position)
+            self._written, self._sweeps = position, {}
+        if id(segment) not in self._sweeps:
+            changes = [Change(self.stream(u), 0.0, a, 0.0) for u, a in sorted(position)]
+            self._sweeps[id(segment)] = segment.sweep(changes)
+        return self._sweeps[id(segment)]
 
     def new_stack(self, copies: int) -> Stack:
         """Returns memory for that many copies of all tensors, uninitialised."""
-        flats = [segment.flat.new_empty(copies, segment.flat.numel()) for segment in self._segments]
-        place = {id(segment): flat for segment, flat in zip(self._segments, flats, strict=True)}
+        made = {id(segment): segment.new_stack(copies) for segment in self._grids}
         tensors = []
         for number, tensor in enumerate(self.tensors):
             segment, m = self._places[number]
-            part = place[id(segment)].narrow(1, segment.starts[m], tensor.numel())
+            part = made[id(segment)].tensors[m]
             tensors.append(part.view(copies, *tensor.shape).data)  # each with its own version
-        return Stack(flats, tensors)
+        return Stack(list(made.values()), tensors)
 
     @torch.no_grad()
     def write_stack_(self, directions: Sequence[Direction], scale: float, stack: Stack) -> None:
@@ -295,10 +344,9 @@ class ParameterSpace(Coordinates):
         assert self.settled, "settle_() before writing perturbed copies"
         self._check_position(((directions[0], scale),))
         changes = [Change(self.stream(u), 0.0, scale, 0.0) for u in directions]
-        for segment, flat in zip(self._segments, stack.flats, strict=True):
-            assert isinstance(segment, GridSegment), "stacks are of float32 tensors"
-            segment.write_stack_(changes, *flat.chunk(2))
-            self.traffic += 2 * flat.numel() * flat.element_size()
+        for segment, stacked in zip(self._grids, stack.segments, strict=True):
+            segment.write_stack_(changes, stacked)
+            self.traffic += sum(2 * flat.nbytes for flat in stacked.flats)
 
     @torch.no_grad()
     def step_(

@@ -2,15 +2,17 @@
 
 A segment is one flat tensor that holds one large trainable tensor, or a run of small ones that were
 moved next to each other so that their number does not matter to the cost. Element e of a segment has
-index `offset + e` in the directions' index space. float32 tensors are in a `GridSegment`, parts of them
-that FSDP2 keeps on several processes in `GridParts`, lower precisions in a `RoundedSegment`.
+index `offset + e` in the directions' index space. float32 tensors are in a `GridSegment`, lower
+precisions in a `RoundedSegment`. Tensors that stay where they are, because FSDP2 keeps parts of them on
+several processes or because one launch reaches all that a GPU holds, are in `GridParts` and
+`RoundedParts`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -28,8 +30,9 @@ from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.torch_reference import (
     Members,
     Part,
+    Parts,
     Pieces,
-    Terms,
+    Sweep,
     half_precision,
     stochastically_rounded,
 )
@@ -38,8 +41,6 @@ from hf_dpzero.perturbation.trainable import gathered
 CHUNK = 1 << 19  # coordinates worked on at a time by torch operations
 _SLICE = 1 << 16  # the same, where a dozen temporaries of that size are made
 _SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
-Kernel = Callable[..., None]
-Numbers = Sequence[NDArray[np.generic]]
 
 
 class Change(NamedTuple):
@@ -62,6 +63,18 @@ class GridState(TypedDict):
     bound: float
 
 
+class Stacked(NamedTuple):
+    """Copies of a segment's tensors.
+
+    Attributes:
+      flats: [copies, n] of what lies together.
+      tensors: [copies, n] of each tensor, in the flats' memory.
+    """
+
+    flats: list[Tensor]
+    tensors: list[Tensor]
+
+
 class Chunk(NamedTuple):
     """Some elements of a segment: their values, where they lie, which members they may be of."""
 
@@ -81,12 +94,9 @@ class Segment:
       numbers: each tensor's place among the space's tensors.
 
     Attributes:
-      first: index, in its tensor, of the first element; other than 0 where processes hold a tensor in
-        parts (see `is_part`).
-      agree: a number of this part -> the largest of all parts' numbers.
+      agree: a number of these tensors -> the largest of all processes' numbers.
     """
 
-    first: int = 0
     agree: Callable[[float], float] = staticmethod(float)
 
     def __init__(
@@ -98,18 +108,9 @@ class Segment:
         numbers: Sequence[int],
     ) -> None:
         self.flat, self.offset, self.sizes, self.starts = flat, offset, sizes, list(starts)
+        self.places = [offset + start for start in starts]
         self.numbers = np.array(numbers, np.uint64)
         self.members = Members.at(self.starts, flat.numel()) if len(starts) > 1 else None
-
-    def is_part(self, first: int, agree: Callable[[float], float]) -> None:
-        """Makes this the part of one tensor that begins at element `first`; others hold the rest.
-
-        Args:
-          first: any.
-          agree: called by all holders of the tensor at the same time.
-        """
-        assert self.members is None, "a part is of one tensor"
-        self.first, self.agree, self.offset = first, agree, self.offset + first
 
     def member(self, m: int) -> Tensor:
         """Returns the values of the segment's m-th tensor, one row."""
@@ -119,20 +120,55 @@ class Segment:
         """Works on other memory, of tensors that hold the same values, from now on."""
         self.flat = gathered(tensors, self.starts)
 
-    def _shifted(self, words: Words) -> Words:
-        # the dithers of the first elements here, from those of the tensors' first elements
-        return words + np.uint32(self.first * DITHER_STEP % 2**32) if self.first else words
+    def parts(
+        self,
+        outs: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        members: Sequence[int] | None = None,
+    ) -> Parts:
+        """Describes what a sweep writes and reads.
 
-    def _part(self, start: int, stop: int) -> Part:
-        # numbers of members, spread over the elements start .. stop
-        return Part(start, stop, self.first + start, self.members, self.flat.device)
+        Args:
+          outs, sources: of some tensors, flat.
+          members: which of them; None for all.
+        """
+        chosen = range(len(self.places)) if members is None else members
+        held = [n for n, out in enumerate(outs) if out.numel()]
+        outs, sources = [outs[n] for n in held], [sources[n] for n in held]
+        columns = [chosen[n] for n in held]
+        return Parts(outs, sources, [self.places[m] for m in columns], columns)
+
+    def sweep(self, changes: Sequence[Change]) -> Sweep:
+        """Returns what the changes, without updates, add to every tensor."""
+        raise NotImplementedError
+
+    def write_(self, m: int, added: Sweep, source: Tensor, out: Tensor, pieces: Pieces) -> None:
+        """Makes out = source + the changes.
+
+        Args:
+          m: which tensor.
+          added: of `sweep`.
+          source: the tensor's values, or the pieces of it.
+          out: as source.
+          pieces: None, or first elements (see `dispatch`).
+        """
+        dispatch.sweep(added.of(m), out, source, self.places[m], None, pieces)
+
+    def _shifted(self, words: Words) -> Words:
+        """The dithers of the first elements here, from those of the tensors' first elements."""
+        return words
+
+    def _part_of(self, m: int, start: int, stop: int) -> Part:
+        """The elements start .. stop of one tensor."""
+        return Part(start, stop, start, None, self.flat.device)
 
     def _chunks(self) -> Iterator[Chunk]:
         """All elements, a slice at a time."""
         size = self.flat.numel()
         for start in range(0, size, _SLICE):
             stop = min(start + _SLICE, size)
-            yield Chunk(self.flat[start:stop], self._part(start, stop), slice(None))
+            part = Part(start, stop, start, self.members, self.flat.device)
+            yield Chunk(self.flat[start:stop], part, slice(None))
 
 
 class GridSegment(Segment):
@@ -222,44 +258,30 @@ class GridSegment(Segment):
 
     def apply_(self, changes: Sequence[Change]) -> int:
         """Makes the changes in place; returns the bytes of parameters read and written."""
-        kernel, numbers = self._kernel(changes)
-        keys = np.stack([change.stream.key for change in changes])
-        kernel(self.flat, self.flat, self.offset, keys, *numbers, self.members)
+        dispatch.sweep(self.sweep(changes), self.flat, self.flat, self.offset, self.members)
         return 2 * self.flat.nbytes
 
-    def write_(
-        self, m: int, changes: Sequence[Change], source: Tensor, out: Tensor, pieces: Pieces
-    ) -> None:
-        """Makes out = source + the changes.
+    def new_stack(self, copies: int) -> Stacked:
+        """Returns memory for that many copies of every tensor, uninitialised."""
+        flat = self.flat.new_empty(copies, self.flat.numel())
+        places = zip(self.starts, self.sizes, strict=True)
+        return Stacked([flat], [flat.narrow(1, start, size) for start, size in places])
 
-        Args:
-          m: which member.
-          changes: their old coefficients and updates are 0.
-          source: the member's values, or the pieces of it.
-          out: as source.
-          pieces: None, or first elements (see `dispatch`).
-        """
-        kernel, numbers = self._kernel(changes)
-        keys = np.stack([change.stream.key for change in changes])
-        offset = self.offset + self.starts[m]
-        kernel(out, source, offset, keys, *_of_member(numbers, m), None, pieces)
-
-    def write_stack_(self, changes: Sequence[Change], plus: Tensor, minus: Tensor) -> None:
-        """Writes perturbed copies of all members.
+    def write_stack_(self, changes: Sequence[Change], stacked: Stacked) -> None:
+        """Writes perturbed copies of all tensors.
 
         Args:
           changes: the K of them.
-          plus: [K, n], becomes theta + change k.
-          minus: [K, n], becomes theta - change k.
+          stacked: of 2 K copies; the k-th becomes theta + change k, the (K + k)-th theta - change k.
         """
-        kernel, numbers = self._kernel(changes)
+        [[plus, minus]] = [flat.chunk(2) for flat in stacked.flats]
         for k, change in enumerate(changes):
-            own = (part[k : k + 1] if part.ndim == 2 else part for part in numbers)
-            kernel(plus[k], self.flat, self.offset, change.stream.key[None], *own, self.members)
+            dispatch.sweep(self.sweep([change]), plus[k], self.flat, self.offset, self.members)
         torch.sub(self.flat, plus, out=minus).add_(self.flat)  # exact on the grid
 
-    def _kernel(self, changes: Sequence[Change]) -> tuple[Kernel, Numbers]:
-        """What makes the changes, and what it takes of each: [T, M], but for the spacing [M]."""
+    def sweep(self, changes: Sequence[Change]) -> Sweep:
+        """Returns what the changes add to every tensor."""
+        keys = np.stack([change.stream.key for change in changes])
         spacing, of_changes = self.spacing, np.array([change[1:4] for change in changes])
         if changes[0].stream.distribution == "rademacher":
             # All of a coordinate's change is +-amount.
@@ -275,14 +297,14 @@ class GridSegment(Segment):
                 # One stochastic rounding of the coefficient for the whole tensor: as unbiased for a
                 # coordinate (E[update] = c u) as one of its own, and free.
                 amounts[updated] += grids.snapped_stochastically(update[updated], spacing, uniforms)
-            return dispatch.add_signs, [np.ascontiguousarray(amounts, np.float32)]
+            return Sweep("add_signs", keys, [np.ascontiguousarray(amounts, np.float32)])
         scales = np.array([change.stream.scale for change in changes])
         # Rounded to float32, then in grid steps, which is exact.
         rates = (of_changes * scales[:, None]).astype(np.float32)
         old, new, update = np.ascontiguousarray(rates.T[:, :, None] / spacing, np.float32)
         dithers = [self._shifted(c.stream.update_dither(self.numbers, c.age)) for c in changes]
-        steps: Numbers = [new, old, update, spacing.astype(np.float32), np.stack(dithers)]
-        return dispatch.add_normals, steps
+        steps = [new, old, update, spacing.astype(np.float32), np.stack(dithers)]
+        return Sweep("add_normals", keys, steps)
 
     def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
         """Makes theta <- (1 - decay) theta for some members, rounded stochastically.
@@ -316,71 +338,10 @@ class GridSegment(Segment):
             self._measure_(m, growth + reach)
         spacing = float(self.spacing[m])
         self.bounds[m] += growth + spacing
-        place = slice(self.starts[m] + start, self.starts[m] + start + values.numel())
-        words = stream.tensor_words(self.numbers)[2]
-        dithers = self._part(place.start, place.stop).dither(words)
-        self.flat[place] += stochastically_rounded(values / spacing, dithers) * spacing
-
-
-def _of_member(numbers: Numbers, m: int) -> Numbers:
-    # contiguous, for numba compiles anew for other layouts
-    return [np.ascontiguousarray(part[..., m : m + 1]) for part in numbers]
-
-
-class GridParts(GridSegment):
-    """One part of each of several float32 tensors that lie on several processes.
-
-    Args:
-      parts: of each tensor, what lies here; maybe empty.
-      offsets: index of each tensor's first element, in the directions' index space.
-      firsts: index of each part's first element in its tensor.
-      numbers: each tensor's place among the space's tensors.
-      agree: a number of this process -> the largest of all.
-    """
-
-    # Parts stay where FSDP gathers them from, so they cannot be moved next to each other as small
-    # tensors are. What each tensor needs (grid, amounts, dithers) is computed for all of them at once.
-
-    def __init__(
-        self,
-        parts: Sequence[Tensor],
-        offsets: Sequence[int],
-        firsts: Sequence[int],
-        numbers: Sequence[int],
-        agree: Callable[[float], float],
-    ) -> None:
-        flats = [part.detach().view(-1) for part in parts]
-        super().__init__(flats[0], offsets[0], [part.numel() for part in parts], [0], numbers)
-        self.flats, self.firsts, self.agree = flats, np.array(firsts, np.uint64), agree
-        self.places = [offset + first for offset, first in zip(offsets, firsts, strict=True)]
-
-    def member(self, m: int) -> Tensor:
-        """Returns the part of the m-th tensor, one row."""
-        return self.flats[m]
-
-    def follow_(self, tensors: Sequence[Tensor]) -> None:
-        """Works on other memory, which holds the same parts."""
-        self.flats = [tensor.detach().view(-1) for tensor in tensors]
-        self.flat = self.flats[0]
-
-    def _shifted(self, words: Words) -> Words:
-        return words + (self.firsts * np.uint64(DITHER_STEP)).astype(np.uint32)
-
-    def _chunks(self) -> Iterator[Chunk]:
-        for m, (flat, first) in enumerate(zip(self.flats, self.firsts.tolist(), strict=True)):
-            for start in range(0, flat.numel(), _SLICE):
-                stop = min(start + _SLICE, flat.numel())
-                part = Part(start, stop, first + start, None, flat.device)
-                yield Chunk(flat[start:stop], part, slice(m, m + 1))
-
-    def apply_(self, changes: Sequence[Change]) -> int:
-        """Makes the changes in place; returns the bytes of parameters read and written."""
-        kernel, numbers = self._kernel(changes)
-        keys = np.stack([change.stream.key for change in changes])
-        for m, (flat, place) in enumerate(zip(self.flats, self.places, strict=True)):
-            if flat.numel():
-                kernel(flat, flat, place, keys, *_of_member(numbers, m))
-        return sum(2 * flat.nbytes for flat in self.flats)
+        words, stop = stream.tensor_words(self.numbers[m : m + 1])[2], start + values.numel()
+        dithers = self._part_of(m, start, stop).dither(words)
+        rounded = stochastically_rounded(values / spacing, dithers)
+        self.member(m)[start:stop] += rounded * spacing
 
 
 class RoundedSegment(Segment):
@@ -402,44 +363,51 @@ class RoundedSegment(Segment):
     def apply_(self, changes: Sequence[Change]) -> int:
         """Updates, then perturbs anew from the settled values; returns the bytes read and written."""
         updates, standing = [c for c in changes if c.update], [c for c in changes if c.new]
-        a_pass = 2 * self.flat.nbytes
-        update = None
-        if updates:
-            words = updates[0].stream.update_dither(self.numbers, updates[0].age)
-            update = self._terms(updates, "update", words)
+        update = self.sweep(updates, "update") if updates else None
         if standing:
-            copied = self.settled is None
-            self.settled = self.flat.clone() if self.settled is None else self.settled
-            words = standing[0].stream.perturbation_dither(self.numbers)
-            moved = dispatch.perturb_rounded(
-                self.flat, self.settled, self.offset, self._terms(standing, "new", words), update,
-                self.members,
-            )  # fmt: skip
-            return moved + copied * a_pass
-        source, self.settled = self.settled, None
+            copied = self._put_aside() if self.settled is None else 0
+            return copied + self._perturb(self.sweep(standing), update)
         if update is not None:
-            given = self.flat if source is None else source
-            dispatch.add_rounded(self.flat, given, self.offset, *update, self.members)
-        elif source is not None:
-            self.flat.copy_(source)
+            self._update(update)
+        elif self.settled is not None:
+            self._take_back()
         else:
             return 0
-        return a_pass
+        self.settled = None
+        return self._bytes()
 
-    def write_(
-        self, m: int, changes: Sequence[Change], source: Tensor, out: Tensor, pieces: Pieces
-    ) -> None:
-        """Makes out = source + the changes; arguments as of `GridSegment.write_`."""
-        words = changes[0].stream.perturbation_dither(self.numbers[m : m + 1])
-        offset, terms = self.offset + self.starts[m], self._terms(changes, "new", words)
-        dispatch.add_rounded(out, source, offset, *terms, None, pieces)
+    def _bytes(self) -> int:
+        return 2 * self.flat.nbytes
 
-    def _terms(self, changes: Sequence[Change], part: str, words: Words) -> Terms:
-        """What one part of the changes adds, rounded with dithers that start at the tensors' words."""
-        keys = np.array([change.stream.key for change in changes])
+    def _put_aside(self) -> int:
+        self.settled = self.flat.clone()
+        return self._bytes()
+
+    def _perturb(self, new: Sweep, update: Sweep | None) -> int:
+        """settled += update, then the tensors = settled + new; the bytes read and written."""
+        assert self.settled is not None
+        terms = new.terms, None if update is None else update.terms
+        return dispatch.perturb_rounded(self.flat, self.settled, self.offset, *terms, self.members)
+
+    def _update(self, update: Sweep) -> None:
+        """The tensors = settled (or they themselves) + update."""
+        given = self.flat if self.settled is None else self.settled
+        dispatch.sweep(update, self.flat, given, self.offset, self.members)
+
+    def _take_back(self) -> None:
+        assert self.settled is not None
+        self.flat.copy_(self.settled)
+
+    def sweep(self, changes: Sequence[Change], part: Literal["new", "update"] = "new") -> Sweep:
+        """Returns what one part of the changes adds, rounded with dithers that start at words."""
+        keys, first = np.array([change.stream.key for change in changes]), changes[0]
         coefficients = [getattr(change, part) * change.stream.scale for change in changes]
-        gaussian = changes[0].stream.distribution != "rademacher"
-        return Terms(keys, gaussian, np.array(coefficients, np.float32), self._shifted(words))
+        if part == "update":
+            words = first.stream.update_dither(self.numbers, first.age)
+        else:
+            words = first.stream.perturbation_dither(self.numbers)
+        shared = first.stream.distribution != "rademacher", np.array(coefficients, np.float32)
+        return Sweep("add_rounded", keys, [self._shifted(words)], shared)
 
     def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
         """Makes theta <- (1 - decay) theta for some members, as `GridSegment.decay_`."""
@@ -454,8 +422,130 @@ class RoundedSegment(Segment):
         self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float
     ) -> None:
         """Adds dense values to a member, as `GridSegment.add_dense_`; `reach` is not used."""
-        place = slice(self.starts[m] + start, self.starts[m] + start + values.numel())
-        words = stream.tensor_words(self.numbers)[2]
-        dithers = self._part(place.start, place.stop).dither(words)
-        summed = self.flat[place].float() + values
-        self.flat[place] = half_precision(summed, dithers, self.flat.dtype)
+        place = slice(start, start + values.numel())
+        words = stream.tensor_words(self.numbers[m : m + 1])[2]
+        dithers = self._part_of(m, place.start, place.stop).dither(words)
+        summed = self.member(m)[place].float() + values
+        self.member(m)[place] = half_precision(summed, dithers, self.flat.dtype)
+
+
+class _InPlaces(Segment):
+    """Tensors, or parts of them, that are not moved next to each other.
+
+    What each of them needs (grid, amounts, dithers) is computed for all at once, and `dispatch` changes
+    all in one launch where it can.
+
+    Args:
+      parts: of each tensor, what lies here; maybe empty, maybe all of it.
+      offsets: index of each tensor's first element, in the directions' index space.
+      firsts: index of each part's first element in its tensor.
+      numbers: each tensor's place among the space's tensors.
+      agree: a number of this process -> the largest of all that hold parts.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        offsets: Sequence[int],
+        firsts: Sequence[int],
+        numbers: Sequence[int],
+        agree: Callable[[float], float] = float,
+    ) -> None:
+        flats = [part.detach().view(-1) for part in parts]
+        super().__init__(flats[0], offsets[0], [part.numel() for part in parts], [0], numbers)
+        self.flats, self.firsts, self.agree = flats, np.array(firsts, np.uint64), agree
+        self.places = [offset + first for offset, first in zip(offsets, firsts, strict=True)]
+        self._in_place = self.parts(self.flats, self.flats)
+
+    def member(self, m: int) -> Tensor:
+        """Returns the part of the m-th tensor, one row."""
+        return self.flats[m]
+
+    def follow_(self, tensors: Sequence[Tensor]) -> None:
+        """Works on other memory, which holds the same parts."""
+        self.flats = [tensor.detach().view(-1) for tensor in tensors]
+        self.flat, self._in_place = self.flats[0], self.parts(self.flats, self.flats)
+
+    def _bytes(self) -> int:
+        return sum(2 * flat.nbytes for flat in self.flats)
+
+    def _shifted(self, words: Words) -> Words:
+        return words + (self.firsts * np.uint64(DITHER_STEP)).astype(np.uint32)
+
+    def _part_of(self, m: int, start: int, stop: int) -> Part:
+        return Part(start, stop, int(self.firsts[m]) + start, None, self.flat.device)
+
+    def _chunks(self) -> Iterator[Chunk]:
+        for m, flat in enumerate(self.flats):
+            for start in range(0, flat.numel(), _SLICE):
+                stop = min(start + _SLICE, flat.numel())
+                yield Chunk(flat[start:stop], self._part_of(m, start, stop), slice(m, m + 1))
+
+
+class GridParts(_InPlaces, GridSegment):
+    """float32 tensors on their grids that are not moved next to each other."""
+
+    def apply_(self, changes: Sequence[Change]) -> int:
+        """Makes the changes in place; returns the bytes of parameters read and written."""
+        dispatch.sweep_each(self.sweep(changes), self._in_place)
+        return self._bytes()
+
+    def new_stack(self, copies: int) -> Stacked:
+        """Returns memory for that many copies of every tensor, uninitialised."""
+        made = [flat.new_empty(copies, flat.numel()) for flat in self.flats]
+        return Stacked(made, made)
+
+    def write_stack_(self, changes: Sequence[Change], stacked: Stacked) -> None:
+        """Writes perturbed copies of all tensors, as `GridSegment.write_stack_`."""
+        for k, change in enumerate(changes):
+            outs = [flat[k] for flat in stacked.flats]
+            dispatch.sweep_each(self.sweep([change]), self.parts(outs, self.flats))
+        for flat, (plus, minus) in zip(
+            self.flats, (made.chunk(2) for made in stacked.flats), strict=True
+        ):
+            torch.sub(flat, plus, out=minus).add_(flat)  # exact on the grid
+
+
+class RoundedParts(_InPlaces, RoundedSegment):
+    """bfloat16 or float16 tensors that are not moved next to each other."""
+
+    # The copies' memory is kept between steps, so that a launch finds it where the last one did.
+    _aside: Parts | None = None  # the tensors from their copies
+    _copies: Parts | None = None  # the copies in place
+
+    def snap_(self, reach: float) -> None:
+        """Refuses weights that are not finite."""
+        for flat in self.flats:
+            grids.exponent_for(self.agree(grids.largest_magnitude(flat)))
+
+    def follow_(self, tensors: Sequence[Tensor]) -> None:
+        """Works on other memory, which holds the same parts."""
+        super().follow_(tensors)
+        self._aside = self._copies = None
+
+    def _put_aside(self) -> int:
+        if self._aside is None:
+            sizes = [flat.numel() for flat in self.flats]
+            copies = self.flat.new_empty(sum(sizes)).split(sizes)
+            self._aside = self.parts(self.flats, copies)
+            self._copies = self.parts(copies, copies)
+            self._memory = copies[0]
+        if self._aside.outs:
+            torch._foreach_copy_(list(self._aside.sources), list(self._aside.outs))
+        self.settled = self._memory
+        return self._bytes()
+
+    def _perturb(self, new: Sweep, update: Sweep | None) -> int:
+        assert self._aside is not None and self._copies is not None
+        if update is not None:
+            dispatch.sweep_each(update, self._copies)
+        dispatch.sweep_each(new, self._aside)
+        return self._bytes() * (1 if update is None else 2)
+
+    def _update(self, update: Sweep) -> None:
+        aside = None if self.settled is None else self._aside
+        dispatch.sweep_each(update, self._in_place if aside is None else aside)
+
+    def _take_back(self) -> None:
+        if self._aside is not None and self._aside.outs:
+            torch._foreach_copy_(list(self._aside.outs), list(self._aside.sources))

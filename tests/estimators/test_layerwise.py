@@ -25,13 +25,14 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.layerwise import ModuleVisits
 from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 
 def held_bytes(visits: ModuleVisits) -> int:
     """What the scratch memory takes now."""
-    held = visits.scratch._buffers.values()
-    return sum(buffer.numel() for of_device in held for buffer in of_device)
+    levels = visits.scratch._levels.values()
+    return sum(level.buffer.numel() for of_device in levels for level in of_device)
 
 
 class LayerwiseBench(Bench):
@@ -87,6 +88,13 @@ def transformer(name: str) -> tuple[nn.Module, str]:
     return seeded(lambda: getattr(hf, kind)(config)), task
 
 
+@pytest.fixture(params=[False, True], ids=["modules", "layers"])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether whole layers are perturbed, in one launch, as on a GPU."""
+    monkeypatch.setattr(dispatch, "together_on", lambda device: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -95,9 +103,13 @@ def transformer(name: str) -> tuple[nn.Module, str]:
         ("opt", torch.float16),
     ],
 )
-def test_layerwise_gives_the_bits_of_whole_model(name, dtype):
+def test_layerwise_gives_the_bits_of_whole_model(name, dtype, layers):
     model, task = transformer(name)
-    LayerwiseBench(model.to(dtype)).assert_alike(microbatches(task))
+    bench = LayerwiseBench(model.to(dtype))
+    bench.assert_alike(microbatches(task))
+    owners = ModuleVisits(bench.model, bench.space).owners
+    stack = next(m for m in bench.model.modules() if isinstance(m, nn.ModuleList))
+    assert layers == (stack[0] in [owner.module for owner in owners])
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "sphere"])
@@ -107,7 +119,7 @@ def test_other_directions(distribution):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora(dtype):
+def test_lora(dtype, layers):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
     model = peft.get_peft_model(transformer("bert")[0], config).eval()
@@ -119,7 +131,7 @@ def test_lora(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_goes_the_same_way(dtype):
+def test_training_goes_the_same_way(dtype, layers):
     """Three updates, each from where the strategy leaves the parameters; also deferred ones."""
     ends = []
     for strategy in ("whole_model", "layerwise"):
@@ -277,7 +289,7 @@ class Parametrized(nn.Module):
 
 @pytest.mark.parametrize("build", [Layers, Wrapped, Shared, Parametrized])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nested_tied_and_shared_owners(build, dtype):
+def test_nested_tied_and_shared_owners(build, dtype, layers):
     bench = LayerwiseBench(seeded(build, dtype), squares)
     batches = [vectors(4, dtype=dtype), vectors(1, dtype=dtype)]
     bench.assert_alike(batches)

@@ -190,10 +190,14 @@ def test_neither_chunks_nor_the_backend_matter(distribution, monkeypatch):
 
 @pytest.mark.parametrize("distribution", ["rademacher", "gaussian"])
 def test_which_tensors_share_a_segment_does_not_matter(distribution, monkeypatch):
-    """All alone, some together, all of a kind together: the same bits, with dense steps too."""
+    """All alone, some together, all of a kind together, and each where it is, as on a GPU: the same
+    bits, with dense steps too."""
     results = []
-    for small, count in [(0, 10), (500, 8), (1 << 16, 4)]:
+    for small, reached, count in [
+        (0, False, 10), (500, False, 8), (1 << 16, False, 4), (0, True, 3),
+    ]:  # fmt: skip
         monkeypatch.setattr(coordinates, "SMALL", small)
+        monkeypatch.setattr(dispatch, "together_on", lambda device, reached=reached: reached)
         assert len(space_of(mixed_tensors())._segments) == count
         results.append(short_training(distribution, dense=True))
     for tensors, state in results[1:]:
@@ -424,11 +428,15 @@ def operate(space: ParameterSpace, seed: int, step: int, defer: bool) -> tuple[s
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution):
-    """15 random programs of 12 operations, all dtypes: the same wherever one may look."""
+def test_deferred_updates_equal_eager_ones_bit_for_bit(distribution, monkeypatch):
+    """15 random programs of 12 operations, all dtypes: the same wherever one may look. Every third pair
+    also differs in where its tensors lie: in runs, and each where it is, as on a GPU."""
     seen, waited = set(), 0
     for seed in range(15):
-        eager, deferred = (space_of(mixed_tensors(), distribution=distribution) for _ in range(2))
+        eager = space_of(mixed_tensors(), distribution=distribution)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "together_on", lambda device, seed=seed: seed % 3 == 0)
+            deferred = space_of(mixed_tensors(), distribution=distribution)
         for step in range(12):
             name, readable = operate(eager, seed, step, defer=False)
             found = operate(deferred, seed, step, defer=True)[1]

@@ -15,6 +15,7 @@ from hf_dpzero.perturbation import sharding
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.segments import GridParts, RoundedParts
 
 SIZE, LAMBDA = 7000, 1e-2
 CUTS = [0, 1, 33, 64, 3200, 3207, 5000, 5000, SIZE]
@@ -30,9 +31,9 @@ def space_of(values: torch.Tensor, distribution: str) -> ParameterSpace:
 def part_of(values: torch.Tensor, start: int, stop: int, distribution: str) -> ParameterSpace:
     """The space of the whole tensor, of which only elements start .. stop lie here."""
     space, here = space_of(values.clone(), distribution), values[start:stop].clone()
-    segment = type(space._places[1][0])(here, space.offsets[1], [len(here)], [0], [1])
     whole = float(values.float().abs().max())
-    segment.is_part(start, lambda value: max(value, whole))
+    kind = GridParts if values.dtype == torch.float32 else RoundedParts
+    segment = kind([here], [space.offsets[1]], [start], [1], lambda value: max(value, whole))
     space._segments = [segment]
     space._grids = [segment] if hasattr(segment, "exponents") else []
     space._follow_storage_ = lambda: None

@@ -24,7 +24,7 @@ from test_kernel_dispatch import HALVES, KINDS, Case, case, same_bits
 
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.kernels import dispatch, torch_reference
-from hf_dpzero.perturbation.kernels.dispatch import Members
+from hf_dpzero.perturbation.kernels.dispatch import Members, Parts, Sweep
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs the triton package"
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE_CODE = "hf_dpzero.perturbation.kernels.triton_kernels"
+LOADED_ANEW = (DEVICE_CODE, "hf_dpzero.perturbation.kernels.triton_device")
 
 
 @pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -40,12 +41,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     interpreted = request.param == "interpreter"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1" if interpreted else "0")
-        before = sys.modules.pop(DEVICE_CODE, None)
+        before = {name: sys.modules.pop(name, None) for name in LOADED_ANEW}
         importlib.import_module(DEVICE_CODE)
         yield torch.device("cpu" if interpreted else "cuda")
-        sys.modules.pop(DEVICE_CODE, None)
-        if before is not None:
-            sys.modules[DEVICE_CODE] = before
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
 
 
 def kernels() -> Any:
@@ -91,6 +93,37 @@ STARTS, COUNT = [0, 32, 96, 4192, 4256], 4256 + 70
 def test_several_terms_and_members(device, kind, terms):
     made = case(kind, COUNT, 4128, terms, Members.at(STARTS, COUNT))
     assert_same(device, made, in_place=False)
+
+
+def sweep_of(kind: str, members: int, terms: int) -> Sweep:
+    made = case(
+        kind, 32 * members, 0, terms, Members.at([32 * m for m in range(members)], 32 * members)
+    )
+    keys, *numbers = made.rest
+    if kind in ("signs", "normals"):
+        return Sweep(f"add_{kind}", keys, numbers)
+    return Sweep("add_rounded", keys, numbers[2:], tuple(numbers[:2]))
+
+
+@pytest.mark.parametrize(("kind", "terms"), [*((kind, 2) for kind in KINDS), ("signs", 1)])
+def test_tensors_at_places_of_their_own_in_one_launch(device, kind, terms):
+    """Tails, an empty one, tiles cut at either end, one that lies where nothing is aligned."""
+    sizes, columns = [64, 5000, 33, 0, 4096], [3, 0, 1, 2, 4]
+    offsets = [0, 4064, 9000 * 32, 32, (1 << 33) + 96]
+    sweep = sweep_of(kind, 5, terms)
+    sources = [case(kind, size, 0, 1, seed=n).source for n, size in enumerate(sizes)]
+    buffer = torch.full((70,), 3.0).to(sources[0].dtype)
+    buffer[1:65] = sources[0]
+    theta = [buffer.to(device)[1:65], *(source.to(device, copy=True) for source in sources[1:])]
+    outs = [torch.full_like(t, 9.0) for t in theta]
+    for written in (outs, theta):  # out of place, then in place
+        kernels().add_each(sweep, Parts(written, theta, offsets, columns))
+        for n, out in enumerate(written):
+            expected = torch.empty_like(sources[n])
+            own = sweep.of(columns[n])
+            arguments = (own.keys, *own.shared, *own.numbers, None, None)
+            getattr(torch_reference, sweep.name)(expected, sources[n], offsets[n], *arguments)
+            assert same_bits(out.cpu(), expected), n
 
 
 PIECES = np.array([42 * 96, 5000 * 96, 0])
@@ -171,7 +204,7 @@ class Recorder:
     def __getitem__(self, grid: tuple[int, ...]):
         def launch(*given: object, **options: object) -> None:
             self.launches.append(
-                SimpleNamespace(grid=grid, table=given[2], integers=given[7:], options=options)
+                SimpleNamespace(grid=grid, table=given[2], integers=given[9:], options=options)
             )
 
         return launch
@@ -254,10 +287,12 @@ from triton.compiler import ASTSource, compile
 from hf_dpzero.perturbation.kernels import triton_kernels as code
 
 def ptx(pointer, fusion, **variant):
-    names, absent = code.walk.arg_names, {"table", "rows", "starts", "pieces"}
+    names, absent = code.walk.arg_names, {"rows", "starts", "pieces"}
+    absent |= {"out", "source"} if variant["ALIGNED"] else {"table", "parts", "owners"}
     if not variant["GAUSSIAN"]:
         absent = absent | {"normals"}
     kinds = dict.fromkeys(names, "i32") | {"out": pointer, "source": pointer, "normals": "*i64"}
+    kinds |= {"table": "*i32", "parts": "*i64", "owners": "*i32"}
     constants = dict.fromkeys(absent) | variant
     kinds |= dict.fromkeys(constants, "constexpr")
     where = {name: (place,) for place, name in enumerate(names)}
@@ -286,8 +321,22 @@ def compiled(tmp_path: Path, *variants: dict[str, object]) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-NORMALS = {"GAUSSIAN": True, "GRID": True, "UPDATE": True, "ROUND": 0, "EVEN": True}
-SIGNS = {"GAUSSIAN": False, "GRID": False, "UPDATE": False, "ROUND": 0, "EVEN": True}
+NORMALS = {
+    "GAUSSIAN": True,
+    "GRID": True,
+    "UPDATE": True,
+    "ROUND": 0,
+    "EVEN": True,
+    "ALIGNED": False,
+}
+SIGNS = {
+    "GAUSSIAN": False,
+    "GRID": False,
+    "UPDATE": False,
+    "ROUND": 0,
+    "EVEN": True,
+    "ALIGNED": False,
+}
 FUSED = ("fma.", "mad.f32", "mad.rn.f32")
 
 
@@ -309,6 +358,8 @@ def test_no_variant_is_compiled_into_fused_operations(tmp_path):
         {"pointer": "*fp16", **NORMALS, "GRID": False, "ROUND": 2},
         {"pointer": "*i16", **SIGNS, "ROUND": 1},
         {"pointer": "*fp16", **SIGNS, "ROUND": 2},
+        {"pointer": "*fp32", **NORMALS, "ALIGNED": True},
+        {"pointer": "*i16", **SIGNS, "ROUND": 1, "ALIGNED": True},
     ]
     apart = [{"fusion": False, **variant} for variant in variants]
     fused, *texts = compiled(tmp_path, {"fusion": True, **variants[0]}, *apart)

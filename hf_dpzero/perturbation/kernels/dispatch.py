@@ -13,7 +13,8 @@ Common arguments:
   keys: uint32 [T, 4], the directions' streams (see `directions.stream_key`).
   members: None if the flat tensor is one tensor (M = 1), or where its M small ones lie.
   pieces: None, or int64 [P]: `out` and `source` hold P equal parts of one tensor (rows of an
-    embedding), of which these are the first elements, multiples of 32; `offset` is the tensor's.
+    embedding), of which these are the first elements, multiples of 32; `offset` is the tensor's. An
+    array, or on CUDA a tensor that is there already.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Protocol
 
@@ -32,7 +33,15 @@ from torch import Tensor
 
 from hf_dpzero.perturbation.directions import DITHER_STEP, LANES, NORMAL_UNIT
 from hf_dpzero.perturbation.kernels import torch_reference
-from hf_dpzero.perturbation.kernels.torch_reference import Floats, Members, Pieces, Terms, Unsigned
+from hf_dpzero.perturbation.kernels.torch_reference import (
+    Floats,
+    Members,
+    Parts,
+    Pieces,
+    Sweep,
+    Terms,
+    Unsigned,
+)
 
 _NORM_CHUNK = 1 << 20
 _SAFE_SUM = 1 << 16  # squares below 2^47 that an int64 sum holds
@@ -134,6 +143,35 @@ def perturb_rounded(
         add_rounded(settled, settled, offset, *update, members)
     add_rounded(out, settled, offset, *new, members)
     return (2 if update is None else 4) * out.nbytes
+
+
+def sweep(
+    added: Sweep, out: Tensor, source: Tensor, offset: int,
+    members: Members | None = None, pieces: Pieces = None,
+) -> None:  # fmt: skip
+    """Makes out = source + what a sweep adds to its M tensors: the function that it names."""
+    functions: dict[str, Callable[..., None]] = {
+        "add_signs": add_signs, "add_normals": add_normals, "add_rounded": add_rounded,
+    }  # fmt: skip
+    arguments = (added.keys, *added.shared, *added.numbers)
+    functions[added.name](out, source, offset, *arguments, members, pieces)
+
+
+def sweep_each(added: Sweep, parts: Parts) -> None:
+    """Makes each out = source + what the sweep adds to its tensor; on CUDA all in one launch."""
+    device = parts.outs[0].device if parts.outs else torch.device("cpu")
+    compiled = _cuda_kernels(device) if device.type == "cuda" else None
+    if compiled is not None and not any(offset % LANES for offset in parts.offsets):
+        return compiled.add_each(added, parts)
+    for out, source, offset, m in zip(
+        parts.outs, parts.sources, parts.offsets, parts.columns, strict=True
+    ):
+        sweep(added.of(m), out, source, offset)
+
+
+def together_on(device: torch.device) -> bool:
+    """Whether many tensors of a device, wherever they lie, are changed in one launch."""
+    return device.type == "cuda" and _cuda_kernels(device) is not None
 
 
 def together() -> contextlib.AbstractContextManager[None]:

@@ -434,7 +434,7 @@ def arrays(
     out: Tensor, source: Tensor, members: Members | None, pieces: Pieces
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
     """(out, source), [P, n / P] for P pieces, where these begin, and (starts, rows) of members."""
-    firsts = _FIRST if pieces is None else pieces
+    firsts = _FIRST if pieces is None else np.asarray(pieces)
     flat, given = (tensor.numpy().reshape(len(firsts), -1) for tensor in (out, source))
     starts, rows = (_FIRST, _NO_ROWS) if members is None else (members.starts, members.rows)
     return flat, given, firsts, starts, rows

@@ -6,9 +6,9 @@ separate float32 operation, in the order written here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from hf_dpzero.perturbation.directions import LANES, NORMAL_UNIT, coordinates, d
 _CHUNK = 1 << 18  # elements at a time: a dozen temporaries of that size are made
 Floats = NDArray[np.float32]
 Unsigned = NDArray[np.uint32]
-Pieces = NDArray[np.int64] | None
+Pieces = NDArray[np.int64] | Tensor | None
 Number = TypeVar("Number", bound=np.generic)
 
 
@@ -56,6 +56,57 @@ class Members:
         """Returns each element's own member's value, of values [M], for elements start .. stop."""
         rows = self.rows[start // LANES : -(-stop // LANES)]
         return np.repeat(values[rows], LANES)[: stop - start]
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Flat tensors of one dtype on one device, each of which is changed where it lies.
+
+    Attributes:
+      outs, sources: what is written and what is read, as of one call each; contiguous.
+      offsets: index of each one's element 0 in the directions' index space.
+      columns: which of a sweep's M tensors each is, or is a part of.
+      placed: what a device was sent of it; whoever moves a tensor makes new `Parts`.
+    """
+
+    outs: Sequence[Tensor]
+    sources: Sequence[Tensor]
+    offsets: Sequence[int]
+    columns: Sequence[int]
+    placed: dict[torch.device, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """What is added to each of M tensors along T directions: a function and its arguments.
+
+    Attributes:
+      name: `add_signs`, `add_normals` or `add_rounded`.
+      keys: uint32 [T, 4].
+      numbers: the function's arguments that differ between tensors, each [..., M], in order.
+      shared: those before them that do not: (gaussian, coefficients) of `add_rounded`.
+      placed: what a device was sent of it.
+    """
+
+    name: str
+    keys: Unsigned
+    numbers: Sequence[NDArray[np.generic]]
+    shared: tuple[Any, ...] = ()
+    placed: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+
+    def of(self, m: int) -> Sweep:
+        """Returns what is added to the m-th tensor."""
+        # contiguous, for numba compiles anew for other layouts
+        own = [np.ascontiguousarray(part[..., m : m + 1]) for part in self.numbers]
+        return Sweep(self.name, self.keys, own, self.shared)
+
+    @property
+    def terms(self) -> Terms:
+        """What `add_rounded` adds."""
+        gaussian, coefficients = self.shared
+        return Terms(
+            self.keys, gaussian, coefficients, self.numbers[0].astype(np.uint32, copy=False)
+        )
 
 
 class Terms(NamedTuple):
@@ -100,7 +151,7 @@ class Part:
 
 
 def _parts(out: Tensor, members: Members | None, pieces: Pieces) -> Iterator[Part]:
-    firsts = [0] if pieces is None else pieces.tolist()
+    firsts = [0] if pieces is None else [int(piece) for piece in pieces]
     width = out.numel() // len(firsts)
     for piece, first in enumerate(firsts):
         for start in range(0, width, _CHUNK):
