@@ -12,7 +12,7 @@ from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.settings.nested import (
     METHODS,
-    PRIVATE,
+    PRIVATELY,
     ZEROTH,
     ClippingConfig,
     CorrelatedNoise,
@@ -42,9 +42,6 @@ CLIPPINGS = {
     "averaged": ("dpzero", "dp-sgd", "dp-adamw"),
 }
 """`clipping` -> the methods that it is for."""
-
-ON_NO_SIGNAL = ("warn", "stop", "ignore")
-PRIVATELY = ("method", PRIVATE)
 
 
 @dataclass
@@ -263,7 +260,7 @@ class OwnFields:
     on_no_signal: str = setting(
         "warn",
         "what to do after a quarter of the steps if the releases cannot be told from noise",
-        ON_NO_SIGNAL,
+        ("warn", "stop", "ignore"),
         privacy="nothing. stop: the report counts the completed steps, and the epsilon to claim is "
         "that of the whole plan",
         time="stop may end a run early",

@@ -78,13 +78,16 @@ class Nested:
         return cls(**given or {})
 
 
+PRIVATELY, ZEROTH = ("method", PRIVATE), ("method", ZEROTH_ORDER)
+ADAPTIVE = ("clipping", ("adaptive",))
+RELEASED = ("group_robust.weights", ("per_step", "prefix_sum", "vertex"))
+"""What a setting needs: another setting, and the values of that with which it has an effect."""
+
+
 def part(kind: type[Nested]) -> Any:
     """Returns the field of `DPZeroConfig` that holds a `kind`, named and described in its help."""
     names = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
     return setting(None, f"{{{names}}}: {(kind.__doc__ or '').rstrip('.')}")
-
-
-ADAPTIVE, ZEROTH = ("clipping", ("adaptive",)), ("method", ZEROTH_ORDER)
 
 
 @dataclass
@@ -129,7 +132,7 @@ class Schedules(Nested):
         None,
         "noise of each step within the same budget: exp(gamma=..), gd(kappa=..), momentum(kappa=.., "
         "beta=..), learning_rate(gamma=..), subsampled(gamma=..), a list or a file",
-        needs=("method", PRIVATE),
+        needs=PRIVATELY,
         privacy="nothing: more noise in some steps pays for less in others, at the same epsilon",
         time="seconds of calibration; nothing in a step",
         none="the same noise in every step",
@@ -137,7 +140,7 @@ class Schedules(Nested):
     clip: str | None = setting(
         None,
         "clip of each step: linear(END), exp(END), END the last step's factor; a list or a file",
-        needs=("method", PRIVATE),
+        needs=PRIVATELY,
         privacy="nothing: it is fixed before the run, and the noise follows the clip",
         none="a clip that stays",
     )
@@ -154,7 +157,7 @@ class CorrelatedNoise(Nested):
         "none",
         "how the noise of a step depends on that of steps before it",
         CORRELATIONS,
-        needs=("method", PRIVATE),
+        needs=PRIVATELY,
         privacy="nothing: one Gaussian for the whole run, whose noise cancels in sums over steps; "
         "their number is fixed in advance",
         time="toeplitz and optimized: draws of all steps so far in memory, or made again in each step",
@@ -184,9 +187,6 @@ class CorrelatedNoise(Nested):
         bands = (self.bands or BANDS) if self.kind == "banded" else 0
         restart = 0 if first_order else self.hold_direction_for
         return Correlation(kind=self.kind, bands=bands, restart=restart)
-
-
-RELEASED = ("group_robust.weights", ("per_step", "prefix_sum", "vertex"))
 
 
 @dataclass
