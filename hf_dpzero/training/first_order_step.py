@@ -196,6 +196,7 @@ class FirstOrderStep(PrivateStep):
         assert isinstance(mechanism, GradientReleases)
         if self.weighting is not None:
             microbatches = self.weighting.weighed(microbatches, row_groups)
+        # A forward pass that writes to a weight would carry un-noised data past the mechanism.
         guard = ParameterGuard((name, p) for name, p in named if has_plain_storage(p))
         with isolated_randomness(), guard.watching():
             totals, norms = self.gradients.weighted_sum(microbatches, mechanism.weights)

@@ -96,6 +96,7 @@ class ZerothOrderStep(PrivateStep):
         directions = directions_of(step, self.trajectory.header)
         if self.smoothing_at is not None:
             self.differences.smoothing = self.smoothing_at(step)
+        # Draws of a forward pass may not move the global generators, whose state checkpoints hold.
         with isolated_randomness():
             x, losses = self.differences.with_losses(microbatches, directions, self.mesh)
         if self.weighting is not None:
@@ -134,7 +135,7 @@ class ZerothOrderStep(PrivateStep):
         batch_digest: int,
     ) -> None:
         """DPGD-0th: releases (sum_k total_k u_k + d-dimensional noise) / B as the update itself."""
-        self.space.settle_()
+        self.space.settle_()  # the whole update starts from theta
         check_dimension(mechanism, self.space.dimension)
         own = mechanism.clip_sum(x, self.space.gram(directions))
         totals = self.mesh.sum_checked(own, batch_digest)

@@ -236,14 +236,28 @@ def flat_run(folder, **settings):
     return build(folder, data=data, trainer_settings=public, **FEW_LOGS, **settings)
 
 
-def test_a_run_on_constant_losses_warns_once_and_names_settings(tmp_path, caplog):
-    trainer = flat_run(tmp_path)
+@pytest.mark.parametrize("way", ["warn", "stop", "ignore"])
+def test_a_run_on_constant_losses_warns_once_and_names_settings(tmp_path, caplog, way):
+    """A run that stops there leaves budget, and its report counts the steps taken."""
+    trainer = flat_run(tmp_path, on_no_signal=way)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    (said,) = [r.getMessage() for r in caplog.records if "told from noise" in r.getMessage()]
-    for setting in ("clip=5", "noise_multiplier=1", "expected_batch_size=12", "smoothing=0.001"):
-        assert setting in said
-    assert trainer.state.global_step == 24
+    said = [r.getMessage() for r in caplog.records if "told from noise" in r.getMessage()]
+    assert len(said) == (way != "ignore")
+    named = ("clip=5", "noise_multiplier=1", "expected_batch_size=12", "smoothing=0.001")
+    assert all(setting in text for text in said for setting in (*named, "learning_rate"))
+    steps = 20 if way == "stop" else 24
+    assert trainer.state.global_step == steps == trainer.trajectory.next_step
+    assert ("after 20 of 24 steps" in caplog.text) == (way == "stop")
+    report = trainer.privacy_report()
+    assert (report.steps, report.planned_steps) == (steps, 24)
+    assert (trainer.epsilon_spent < trainer.plan.epsilon(1e-3)) == (way == "stop")
+    trainer.save_model()
+
+
+def test_another_word_for_what_happens_without_signal_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="on_no_signal='never' is not one of warn, stop, ignore"):
+        build(tmp_path, on_no_signal="never")
 
 
 def test_a_run_that_sees_something_does_not_warn(tmp_path, caplog):
@@ -252,27 +266,6 @@ def test_a_run_that_sees_something_does_not_warn(tmp_path, caplog):
         trainer.train()
     assert trainer.watch.signal.whole.visible
     assert not [r for r in caplog.records if "told from noise" in r.getMessage()]
-
-
-def test_stop_leaves_budget_and_the_report_counts_the_steps(tmp_path, caplog):
-    trainer = flat_run(tmp_path, on_no_signal="stop")
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
-    stopped = 20
-    assert trainer.state.global_step == stopped == trainer.trajectory.next_step
-    assert trainer.epsilon_spent < trainer.plan.epsilon(1e-3)
-    assert "after 20 of 24 steps" in caplog.text and "learning_rate" in caplog.text
-    report = trainer.privacy_report()
-    assert (report.steps, report.planned_steps) == (stopped, 24)
-    trainer.save_model()
-
-
-def test_ignore_says_nothing(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        flat_run(tmp_path, on_no_signal="ignore").train()
-    assert "told from noise" not in caplog.text
-    with pytest.raises(ValueError, match="on_no_signal='never' is not one of warn, stop, ignore"):
-        build(tmp_path, on_no_signal="never")
 
 
 @pytest.mark.parametrize("method", ["dpzero", "dp-sgd", "dp-adamw"])
