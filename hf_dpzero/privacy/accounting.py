@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hf_dpzero.privacy.described import bisected
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack, discretisation_slack
 from hf_dpzero.privacy.events import (
     Part,
@@ -163,17 +164,7 @@ def _lemma(parts: Sequence[Part], delta: float) -> float:
     # epsilons in the hundreds it promises less than Gaussians cost: never less than the exact account.
     ((spec, steps),) = parts
     sigma = spec.noise_multiplier * 2 / spec.sensitivity
-    low, high = 0.0, 1.0
-    while lemma_noise_multiplier(high, steps, delta) > sigma:
-        low, high = high, high * 2
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        if not low < middle < high:
-            break
-        if lemma_noise_multiplier(middle, steps, delta) > sigma:
-            low = middle
-        else:
-            high = middle
+    _, high = bisected(lambda e: lemma_noise_multiplier(e, steps, delta) > sigma, 0.0, 1.0, 1e-12)
     return max(high, _gaussian(parts, delta))
 
 

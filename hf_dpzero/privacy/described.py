@@ -1,9 +1,9 @@
-"""What the parts of a plan share: a name, JSON that reads back, and the check of a count."""
+"""What the parts of a plan share: a name, JSON that reads back, the check of a count, a search."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 D = TypeVar("D")
@@ -57,3 +57,26 @@ def check_count(name: str, value: object, of: str = "") -> None:
     """Refuses what is no integer of at least 1; True is none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}{of} must be an integer of at least 1.")
+
+
+def bisected(
+    holds: Callable[[float], bool], low: float, high: float, tolerance: float
+) -> tuple[float, float]:
+    """Finds where `holds`, which is true below some number and false above it, changes.
+
+    Args:
+      holds: asked between `low`, where it is true, and what `high` doubles to while it is true there.
+      low, high: where to begin, low < high.
+      tolerance: of their distance at the end, relative to high.
+
+    Returns:
+      (the largest number found where it holds, the smallest where it does not).
+
+    >>> bisected(lambda x: x * x <= 2.0, 0.0, 1.0, 1e-3)
+    (1.4140625, 1.4150390625)
+    """
+    while holds(high):
+        low, high = high, 2 * high
+    while high - low > tolerance * high and low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high

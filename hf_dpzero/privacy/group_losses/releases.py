@@ -78,7 +78,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from hf_dpzero.privacy.correlated.factorization import pattern_bound, square_root, toeplitz
-from hf_dpzero.privacy.described import check_count
+from hf_dpzero.privacy.described import bisected, check_count
 from hf_dpzero.privacy.discretization import GRID_BITS, float32s
 from hf_dpzero.privacy.group_losses.base import BudgetedGroups, GroupLosses, GroupPlayer, noised
 from hf_dpzero.privacy.mechanisms.base import Relation, sensitivity_factor
@@ -269,16 +269,14 @@ class VertexGroups(BudgetedGroups):
         if not multiplier:
             return self.default_rate(steps)
         allowed = self.odds * sampler.passes(steps) * (spec.sensitivity / multiplier) ** 2
-        low, high = 0.0, 1.0 / float(self.scales(sampler.expected_batch_size).max())
-        while steps > 1 and self.precision(high, sampler, steps, spec.relation) < allowed:
-            high *= 2
-        while high - low > 1e-6 * high:
-            middle = (low + high) / 2
-            fits = self.precision(middle, sampler, steps, spec.relation) <= allowed
-            low, high = (middle, high) if fits else (low, middle)
-            if high < 1e-30:  # no rate is paid for: `high - low` would shrink for ever
-                break
-        return low
+        start = 1.0 / float(self.scales(sampler.expected_batch_size).max())
+        if steps == 1:
+            return start  # the one draw is made before any loss is known: every rate costs nothing
+
+        def fits(rate: float) -> bool:
+            return self.precision(rate, sampler, steps, spec.relation) <= allowed
+
+        return bisected(fits, 0.0, start, 1e-6)[0]
 
     def parts(
         self, spec: StepSpec, multiplier: float, sampler: Sampler, steps: int, count: int

@@ -34,6 +34,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_dpzero.privacy.described import bisected
 from hf_dpzero.privacy.noise import NoiseSource
 
 ROUNDING = 2.0**-20
@@ -163,16 +164,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
         )
     root = math.sqrt(math.log(1 / delta))
     low = (math.sqrt(epsilon + root**2) - root) ** 2
-    high = 2 * low
-    while zcdp_epsilon(high, delta) <= epsilon:
-        low, high = high, 2 * high
-    while high - low > 1e-9 * low:
-        middle = (low + high) / 2
-        if zcdp_epsilon(middle, delta) <= epsilon:
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisected(lambda rho: zcdp_epsilon(rho, delta) <= epsilon, low, 2 * low, 1e-9)[0]
 
 
 class _Hidden:
