@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import datasets
 from datasets.fingerprint import Hasher
@@ -54,6 +54,15 @@ _NO_ORDER = (
     "not cover. For a run that can be resumed, draw augmentation from the row's number, draw it in a "
     "transform (`with_transform`), or use sampling='poisson', which needs no order."
 )
+
+
+class StoredKeys(TypedDict):
+    """What the file holds; keys in hex."""
+
+    run: str  # the ledger's direction key
+    order: str  # of the rows in their batches
+    rows: str  # `digest_of_rows` when the run began; "" where nothing tells
+    noise: list[tuple[int, str]]  # (first step, key) of each start
 
 
 class RunKeys(NamedTuple):
@@ -123,21 +132,19 @@ def open_keys(run: Run) -> RunKeys:
 
     def on_main() -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
         started = 0 < taken < run.plan.steps  # a run that has ended needs no keys
-        stored: dict[str, Any] = {"order": new_sampler_key().hex()}
-        if started:
-            stored = _read(file, began)
+        fresh = StoredKeys(run=began, order=new_sampler_key().hex(), rows="", noise=[])
+        stored = _read(file, began) if started else fresh
         # Before anything is written: a run that is refused leaves the file as it was.
         rows = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]))
         if started:
-            _check_rows(file, stored.get("rows", ""), rows)
+            _check_rows(file, stored["rows"], rows)
         elif not rows and not taken:
             logger.warning("This run could not be resumed if it were interrupted: %s", _NO_ORDER)
-        noise = [entry for entry in stored.get("noise", ()) if entry[0] < taken]
+        noise = [(first, key) for first, key in stored["noise"] if first < taken]
         # A key of its own for what a resumed run draws: a fork of the folder must not repeat noise.
-        noise.append([taken if started else 0, new_noise_key().hex()])
-        kept = {"run": began, "order": stored["order"], "rows": rows, "noise": noise}
-        write_for_owner(file, json.dumps(kept))
-        keys = tuple((int(first), bytes.fromhex(key)) for first, key in noise)
+        noise.append((taken if started else 0, new_noise_key().hex()))
+        write_for_owner(file, json.dumps({**stored, "rows": rows, "noise": noise}))
+        keys = tuple((first, bytes.fromhex(key)) for first, key in noise)
         return bytes.fromhex(given or stored["order"]), keys
 
     order, keys = collectives.on_main(on_main, lambda: (b"", ((0, new_noise_key()),)))
@@ -206,7 +213,7 @@ def _check_rows(file: Path, before: str, now: str) -> None:
         )
 
 
-def _read(file: Path, run: str) -> dict[str, Any]:
+def _read(file: Path, run: str) -> StoredKeys:
     if not file.is_file():
         raise LedgerError(
             f"{file} is missing: it held the secret order of the rows and the noise of this run, "
@@ -214,7 +221,7 @@ def _read(file: Path, run: str) -> dict[str, Any]:
             "the run was (never to where checkpoints are published), or start afresh in another "
             "output_dir; what was spent stays spent."
         )
-    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    stored: StoredKeys = json.loads(file.read_text(encoding="utf-8"))
     if stored["run"] != run:
         raise LedgerError(
             f"{file} is another run's (its ledger began with another direction_key): restore this "
