@@ -220,14 +220,12 @@ def tokens(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _lengths_of(arguments: argparse.Namespace) -> tuple[list[int], list[int]]:
     """Tokens of the file's rows, and of the public ones that a trainer looks at."""
-    given = arguments.column, arguments.tokenizer, arguments.max_seq_length
-
-    def counts(file: str, rows: int) -> list[int]:
-        return token_counts(file, given[0], rows, *given[1:])
-
-    return counts(arguments.file, arguments.rows), counts(
-        arguments.public or arguments.file, LOOKED_AT
+    a = arguments
+    own, public = (
+        token_counts(file, a.column, rows, a.tokenizer, a.max_seq_length)
+        for file, rows in ((a.file, a.rows), (a.public or a.file, LOOKED_AT))
     )
+    return own, public
 
 
 # ---------------------------------------------------------------- time
@@ -251,10 +249,8 @@ def time_of_steps(arguments: argparse.Namespace) -> dict[str, Any]:
     """A step over two forward passes of a padded batch, and of rows sorted into passes of 16."""
     model = model_of(arguments.shape, arguments.dtype)
     lengths, public = _lengths_of(arguments)
-    generator, vocabulary = (
-        torch.Generator().manual_seed(0),
-        build_config(arguments.shape).vocab_size,
-    )
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = build_config(arguments.shape).vocab_size
     rows = [row_of(n, vocabulary, generator) for n in lengths]
     expected, context = float(arguments.batch_size), context_length(model)
     shapes = PassShapes(
@@ -332,16 +328,18 @@ def build_parser() -> argparse.ArgumentParser:
     of_time.add_argument("--repeats", type=int, default=5)
     for command in (of_tokens, of_time):
         command.add_argument("file", help="JSON lines: rows of a public data set")
-        command.add_argument(
-            "--public", help="JSON lines that the trainer sees; default the same file"
-        )
-        command.add_argument("--column", default="sentence")
-        command.add_argument("--rows", type=int, default=6000, help="of the file, evenly spread")
-        command.add_argument("--tokenizer", help="folder; default MiniLM's, of the demo extra")
-        command.add_argument("--max_seq_length", type=int, default=WIDEST)
-        command.add_argument("--shape", default=DECODER)
-        command.add_argument("--dtype", default="float32")
-        command.add_argument("--microbatch_size", type=int, default=64)
+        for name, default, what in (
+            ("public", None, "JSON lines that the trainer sees; default the same file"),
+            ("column", "sentence", "of the texts"),
+            ("rows", 6000, "of the file, evenly spread"),
+            ("tokenizer", None, "folder; default MiniLM's, of the demo extra"),
+            ("max_seq_length", WIDEST, "tokens that a row is cut to"),
+            ("shape", DECODER, "architecture"),
+            ("dtype", "float32", "of the weights"),
+            ("microbatch_size", 64, "rows of a pass, at most"),
+        ):
+            kind = int if isinstance(default, int) else str
+            command.add_argument(f"--{name}", type=kind, default=default, help=what)
     return parser
 
 

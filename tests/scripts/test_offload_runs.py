@@ -28,19 +28,14 @@ SST2 = ROOT / "tests" / "data" / "sst2"
 
 def recipe(folder: Path, **settings: Any) -> Path:
     lines = {
-        "model_name_or_path": str(save_causal_lm(folder / "base")),
-        **{"task": "sst2", "prompt": "causal_lm", "train_file": str(SST2 / "train.jsonl")},
-        **{"validation_file": str(SST2 / "validation.jsonl"), "max_seq_length": 64},
-        **{"output_dir": str(folder / "out"), "noise_multiplier": 1.0, "clip": 1.0},
-        **{"max_steps": 2, "expected_batch_size": 4, "microbatch_size": 4, "use_cpu": True},
-        **{
-            "testing.direction_key": 3,
-            "testing.sampler_key": "ab" * 32,
-            "testing.insecure_noise_seed": 1,
-        },
-        **{"report_to": "none", "max_train_samples": 20, "max_eval_samples": 4},
-        **settings,
-    }
+        "model_name_or_path": str(save_causal_lm(folder / "base")), "task": "sst2",
+        "prompt": "causal_lm", "train_file": str(SST2 / "train.jsonl"), "max_seq_length": 64,
+        "validation_file": str(SST2 / "validation.jsonl"), "output_dir": str(folder / "out"),
+        "noise_multiplier": 1.0, "clip": 1.0, "max_steps": 2, "expected_batch_size": 4,
+        "microbatch_size": 4, "use_cpu": True, "testing.direction_key": 3,
+        "testing.sampler_key": "ab" * 32, "testing.insecure_noise_seed": 1, "report_to": "none",
+        "max_train_samples": 20, "max_eval_samples": 4, **settings,
+    }  # fmt: skip
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(lines))
     return path

@@ -53,17 +53,8 @@ class Network:
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """(inputs, outputs) of the five layers; a bias row follows each."""
-        f = self.filters
-        return (
-            (9, f),
-            (9 * f, f),
-            (4 * f, self.hidden),
-            (self.hidden, self.second),
-            (
-                self.second,
-                CLASSES,
-            ),
-        )
+        f, hidden, second = self.filters, self.hidden, self.second
+        return ((9, f), (9 * f, f), (4 * f, hidden), (hidden, second), (second, CLASSES))
 
     @property
     def size(self) -> int:
@@ -203,10 +194,9 @@ def digits(generator: np.random.Generator) -> tuple[Images, Images]:
     pixels, labels = load_digits(return_X_y=True)
     order = generator.permutation(len(labels))
     pixels, labels = pixels[order].reshape(-1, SIDE, SIDE) / 16, labels[order]
-    images = Images(pixels.astype(np.float32), labels)
-    return Images(*(part[TEST_DIGITS:] for part in images)), Images(
-        *(part[:TEST_DIGITS] for part in images)
-    )
+    images, test = Images(pixels.astype(np.float32), labels), slice(TEST_DIGITS)
+    train = slice(TEST_DIGITS, None)
+    return Images(*(part[train] for part in images)), Images(*(part[test] for part in images))
 
 
 def moved(pixels: Array, generator: np.random.Generator) -> Array:
