@@ -137,10 +137,10 @@ def open_keys(run: Run) -> RunKeys:
         # Before anything is written: a run that is refused leaves the file as it was.
         rows = digest_of_rows(run.dataset, bytes.fromhex(stored["order"]))
         if started:
-            _check_rows(file, stored["rows"], rows)
+            _check_rows(file, stored.get("rows", ""), rows)  # a file of an older run has none
         elif not rows and not taken:
             logger.warning("This run could not be resumed if it were interrupted: %s", _NO_ORDER)
-        noise = [(first, key) for first, key in stored["noise"] if first < taken]
+        noise = [(first, key) for first, key in stored.get("noise", ()) if first < taken]
         # A key of its own for what a resumed run draws: a fork of the folder must not repeat noise.
         noise.append((taken if started else 0, new_noise_key().hex()))
         write_for_owner(file, json.dumps({**stored, "rows": rows, "noise": noise}))
