@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_runs import device_tests, steps
+from scripts.gpu_runs import device_tests, passes, steps
 from scripts.gpu_runs.results import Item
 
 STAGES = {
     "kernels": "tests marked gpu: the Triton kernels against plain torch, bit for bit",
     "sharding": "tests marked gpu: sharding, offload, layers one by one",
+    "passes": "forward passes: what one costs, and rows in other places and beside other rows",
     "steps": "private step over two forward passes, peak memory, beside the published loop",
     "sst2": "SST-2 with all parameters of MiniLM: DPZero against DP-AdamW",
+    "steps-64-rows": "the private step of batches of 64 rows",
     "steps-one-batch": "the step on one full microbatch",
     "steps-whole-model": "the private step with a copy of the weights",
 }
@@ -39,6 +41,8 @@ def items_of(
         from scripts.gpu_runs import sst2  # loads transformers
 
         return sst2.items(data, device, dry_run, rate_factor)
+    if stage == "passes":
+        return passes.items(device, dry_run)
     return steps.items(stage, device, dry_run)
 
 

@@ -10,20 +10,22 @@ from typing import Any
 from scripts.gpu_runs.results import Item
 
 SECONDS = {
-    "roberta-large": 20.0, "opt-1.3b": 20.0, "opt-2.7b": 30.0, "opt-6.7b": 45.0, "opt-13b": 75.0,
+    "roberta-large": 10.0, "opt-1.3b": 8.0, "opt-2.7b": 12.0, "opt-6.7b": 20.0, "opt-13b": 45.0,
 }  # fmt: skip
-"""Shapes, and seconds that one is expected to take on an H100 (not measured)."""
+"""Shapes, and seconds that one is expected to take on an H100."""
 TINY = {"tiny": 1.0, "tiny-opt": 1.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "steps": {},
+    "steps-64-rows": {"batch_size": 64, "skip_reference": True, "repeats": 3},
     "steps-one-batch": {"one_batch": True, "skip_reference": True},
     "steps-whole-model": {"strategy": "whole_model", "skip_reference": True},
 }
 """Stage -> settings of `StepBench` beside the common ones.
 
 `steps` has private settings (Poisson batches in fixed shapes, filled up with blanks) and the published
-loop beside it; `steps-one-batch` one full microbatch; `steps-whole-model` private settings with a copy
-of half-precision weights where `auto` would perturb layer by layer in each pass.
+loop beside it; `steps-64-rows` batches of 64; `steps-one-batch` one full microbatch;
+`steps-whole-model` private settings with a copy of half-precision weights where `auto` would perturb
+layer by layer in each pass.
 """
 COMMON = {"dtype": "bfloat16", "batch_size": 8, "seq_length": 256, "repeats": 7}
 
@@ -32,7 +34,7 @@ def items(stage: str, device: str, dry_run: bool) -> Iterator[Item]:
     """One for each shape, small ones first; tiny ones in a dry run."""
     common = {**COMMON, "device": device, **VARIANTS[stage]}
     if dry_run:
-        common |= {"batch_size": 4, "seq_length": 8, "repeats": 1}
+        common |= {"batch_size": common["batch_size"] // 2, "seq_length": 8, "repeats": 1}
     for shape, seconds in (TINY if dry_run else SECONDS).items():
         yield Item(shape, seconds, functools.partial(measure, {"shape": shape, **common}))
 

@@ -25,7 +25,13 @@ def tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
     if tests:
         heads = ["stage", "tests", "passed", "skipped", "seconds"]
         yield "Tests on the device", heads, [[s, i, *_test_cells(o)] for s, i, o in tests]
-    kinds = {"steps": "private", "steps-one-batch": "one batch",
+    if "passes" in stages:
+        heads = [
+            "model",
+            "seconds by rows x tokens, or passes: all, other bits by place, by neighbours",
+        ]
+        yield "Forward passes", heads, [[i, *_pass_cells(o)] for i, o in stages["passes"].items()]
+    kinds = {"steps": "private", "steps-64-rows": "private", "steps-one-batch": "one batch",
              "steps-whole-model": "private"}  # fmt: skip
     steps = [(n, i, o) for s, n in kinds.items() for i, o in stages.get(s, {}).items()]
     if steps:
@@ -57,6 +63,15 @@ def _test_cells(outcome: Mapping[str, Any]) -> list[str]:
     return [str(result["passed"]), str(result["skipped"]), f"{result['seconds']:.0f}"]
 
 
+def _pass_cells(outcome: Mapping[str, Any]) -> list[str]:
+    if (cells := _unfinished(outcome, 1)) is not None:
+        return cells
+    result = outcome["result"]
+    if "seconds" in result:
+        return [", ".join(f"{place}: {taken:.4f}" for place, taken in result["seconds"].items())]
+    return [", ".join(str(count) for count in result.values())]
+
+
 def _step_cells(kind: str, outcome: Mapping[str, Any]) -> list[str]:
     if (cells := _unfinished(outcome, 8)) is not None:
         return ["", kind, *cells[:6]]
@@ -69,7 +84,7 @@ def _step_cells(kind: str, outcome: Mapping[str, Any]) -> list[str]:
     reference = r.get("reference_ratio_to_two_forwards")
     return [
         f"{s['batch_size']} x {s['seq_length']}",
-        f"{kind}, {r['strategy']}, {r['rows_per_pass']} rows a pass",
+        f"{kind}, {r['strategy']}, {r['rows_per_pass']:.1f} rows a pass",
         f"{middle:.2f} ({low:.2f} to {high:.2f})",
         "" if reference is None else f"{reference:.2f}",
         f"{r['seconds']['two_forwards']:.3f}",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from scripts import on_gpu
-from scripts.gpu_runs import device_tests, pack, sst2, stages, steps, tables, tiny
+from scripts.gpu_runs import device_tests, pack, passes, sst2, stages, steps, tables, tiny
 from scripts.gpu_runs.results import FAILED, OK, RUNNING, SKIPPED, Item, Results, run_items
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -335,7 +335,7 @@ def test_tables_say_what_was_measured_and_what_was_not(capsys, tmp_path):
     results.note("sst2", "start", FAILED, error="Traceback\nOSError: no | file")
     assert on_gpu.main(["table", "--output_dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    row = "| opt-13b | 8 x 256 | private, layerwise, 4 rows a pass | 1.20 (1.10 to 1.30) | 2.50 |"
+    row = "| opt-13b | 8 x 256 | private, layerwise, 4.0 rows a pass | 1.20 (1.10 to 1.30) | 2.50 |"
     assert (
         f"{row} 0.250 | 1.00 | 2.00 | 3.00 |" in printed
         and "Some GPU, driver 1.2, torch 2.11" in printed
@@ -347,7 +347,8 @@ def test_tables_say_what_was_measured_and_what_was_not(capsys, tmp_path):
 
 
 def test_the_stages_cover_the_published_shapes():
-    assert set(steps.VARIANTS) < set(stages.STAGES) and list(stages.STAGES)[2:4] == [
+    assert set(steps.VARIANTS) < set(stages.STAGES) and list(stages.STAGES)[2:5] == [
+        "passes",
         "steps",
         "sst2",
     ]
@@ -358,6 +359,7 @@ def test_the_stages_cover_the_published_shapes():
     faster = list(sst2.items(Path("x"), "cuda", dry_run=False, rate_factor=3.0))
     assert {"start", "dpzero-64-eps2-rate-x3"} < {i.name for i in faster}
     planned = sum(i.expects_s for i in steps.items("steps", "cuda", False))
+    planned += sum(i.expects_s for i in passes.items("cuda", False))
     planned += sum(i.expects_s for i in sst2.items(Path("x"), "cuda", False))
     assert planned + 100 < on_gpu.BUDGET_S  # and the tests
 
@@ -397,7 +399,7 @@ def test_a_dry_run_where_packages_are_missing(tmp_path):
     The stages left out are "steps" with other settings; the test above runs them.
     """
     (tmp_path / "sitecustomize.py").write_text(_BARE)
-    tried = ["kernels", "sharding", "steps", "sst2"]
+    tried = ["kernels", "sharding", "passes", "steps", "sst2"]
     place = os.pathsep.join(
         [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
