@@ -70,8 +70,8 @@ class OffloadedStep:
         schedule, visits = prefetcher_of(self.model), self.differences.visits
         if schedule is not None:
             return schedule.peak
-        levels = visits.scratch._buffers.values() if visits else ()
-        return self.weights + sum(buffer.nbytes for of in levels for buffer in of)
+        levels = visits.scratch._levels.values() if visits else ()
+        return self.weights + sum(level.buffer.nbytes for of in levels for level in of)
 
 
 def _placed(where: str, settings: argparse.Namespace, folder: str) -> nn.Module:
