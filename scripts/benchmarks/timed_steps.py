@@ -54,7 +54,7 @@ def build(bench: StepBench) -> tuple[nn.Module, DrawnBatches]:
 
 
 def noise_source() -> NoiseSource:
-    """The trainer's; where OpenDP is missing, as on a machine with a GPU alone, seeded noise that takes as long."""
+    """The trainer's; where OpenDP is missing, seeded noise: as long, and no protection."""
     if importlib.util.find_spec("opendp") is not None:
         return SecureNoise()
     return InsecureSeededNoise(secrets.randbits(63))
