@@ -176,7 +176,7 @@ class Answers(PromptObjective):
 
     loss = -1/|a| sum_t log p(a_t | x, a_<t)     (MeZO, Malladi et al. 2023, appendix D)
 
-    The same loss as `objectives.causal_lm_objective`, with logits where a token is labelled only.
+    The same loss as `heads.causal_lm_objective`, with logits where a token is labelled only.
 
     Batches: `input_ids`, `attention_mask` and `labels` `[B, T]`, labels -100 on prompt and padding;
     `references` `[B]` are for the caller.

@@ -122,7 +122,7 @@ class ProcessMesh:
 
         Args:
           values: of this process' rows.
-          batch_digest: `batches.fingerprint` of the step.
+          batch_digest: `logical_batch.fingerprint` of the step.
 
         Raises:
           RankError: another process has another step or batch; on all, before anything is released.

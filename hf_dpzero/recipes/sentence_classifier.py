@@ -159,7 +159,7 @@ class SentenceClassifier(PreTrainedModel):
 
         Args:
           input_ids, ..., token_type_ids_pair, settings: as for `embed`.
-          labels: as for `objectives.classification_losses`.
+          labels: as for `objectives.losses.classification_losses`.
           sentence_embedding: `[B, feature_size]`, what `embed` returned for these rows; skips the
             encoder.
           return_dict: False gives a tuple, (loss if there are labels, logits).

@@ -179,7 +179,7 @@ class FirstOrderStep(PrivateStep):
             none.
           learning_rate: written to the ledger.
           row_groups: group-robust training: the group of each example, in order.
-          batch_digest: of `batches.fingerprint`; compared between processes before any release.
+          batch_digest: of `logical_batch.fingerprint`; compared between processes before any release.
 
         Returns:
           The un-noised gradient norms [B, 1] (private: for opt-in diagnostics only), or None for a

@@ -81,7 +81,7 @@ class ZerothOrderStep(PrivateStep):
           learning_rate: alpha.
           groups: averaged clipping: the group of each example, in order.
           row_groups: group-robust training: the group of each example, in order.
-          batch_digest: of `batches.fingerprint`; compared between processes before any release.
+          batch_digest: of `logical_batch.fingerprint`; compared between processes before any release.
 
         Returns:
           The un-noised, weighted differences, float64 [B, K] (private: for opt-in diagnostics only);
