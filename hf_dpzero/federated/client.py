@@ -168,7 +168,7 @@ class LocalClient:
             "client": self.name,
             "contract_digest": self._digest.hex(),
             "num_values": self.local.mechanism.values_per_release,
-            "noise_source": self.noise.name,
+            "noise_source": self.noise.stated_name,
             **self.local.to_dict(),
         }
         return MessageLog(path, header)

@@ -225,7 +225,7 @@ class Side:
                 "name": name,
                 "contract_digest": contract_digest(made.contract).hex(),
                 "plan": made.local.to_dict(),
-                "noise_source": made.noise.name,
+                "noise_source": made.noise.stated_name,
             }
         )
 

@@ -46,6 +46,11 @@ class NoiseSource(ABC):
     base_deviation: float = 1.0
     correlated: ClassVar[bool] = False
 
+    @property
+    def stated_name(self) -> str:
+        """Returns `name` as ledgers give it: one of no secure source says so (`is_seeded`)."""
+        return self.name if self.secure or is_seeded(self.name) else f"insecure_{self.name}"
+
     def gaussian(self, scale: float, size: int, step: int) -> list[int]:
         """Draws discrete Gaussians: P(z) proportional to exp(-z^2 / (2 scale^2)) on the integers.
 

@@ -110,7 +110,7 @@ def ledger_header(run: Run) -> dict[str, Any]:
         "target_epsilon": args.target_epsilon if plan.private else None,
         "target_delta": run.delta,
         "tuning": args.tuning,
-        "noise_source": run.noise.name,
+        "noise_source": run.noise.stated_name,
         "privacy_unit": args.privacy_unit,
         "sampler_key_is_secret": args.testing.sampler_key is None,
         "log_private_diagnostics": args.testing.log_private_diagnostics,

@@ -42,6 +42,8 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction, DirectionStream
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
+from hf_dpzero.reporting import hub
+from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.run_folder import keys
 
 GROUPED = {"data": with_groups(tiny_data()), **GROUPS}
@@ -331,6 +333,21 @@ def test_insecure_noise_and_mezo_are_not_private(tmp_path):
     for trainer in (insecure, known_batches, mezo):
         assert not trainer.privacy_report().private
         assert "NOT PRIVATE" in str(trainer.privacy_report())
+
+
+def test_an_insecure_source_by_another_name_is_not_private(tmp_path):
+    """The report is computed from the ledger's header, which has to say what the source itself says."""
+
+    class Replayed(InsecureSeededNoise):
+        name = "replayed"
+
+    trainer = build(tmp_path, trainer_settings={"noise": Replayed(3)}, **SECRET)
+    trainer.train()
+    trainer.save_model()
+    assert not trainer.privacy_report().private
+    assert not PrivacyReport.load(tmp_path / "privacy_report.json").private
+    with pytest.raises(ValueError, match="NOT PRIVATE"):
+        hub.build_hub_folder(tmp_path, tmp_path / "public")
 
 
 def test_secrets_stay_out_of_saved_files(tmp_path, monkeypatch):
