@@ -324,6 +324,8 @@ def _join_blocks(
     """
     places = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
     for block in _layers(model):
+        if isinstance(block, _CONTAINERS):
+            continue  # it has no forward, in which its copies could stand
         inside = [
             module
             for module in block.modules()

@@ -112,6 +112,34 @@ def test_layerwise_gives_the_bits_of_whole_model(name, dtype, layers):
     assert layers == (stack[0] in [owner.module for owner in owners])
 
 
+class Pairs(nn.Module):
+    """Its layers are lists, which have no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one, other in self.layers:
+            x = x + torch.tanh(other(torch.tanh(one(x))))
+        return x
+
+
+@torch.no_grad()
+def test_layers_that_are_containers(layers):
+    model, x = seeded(Pairs), torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    space = ParameterSpace.from_model(model)
+    position = ((us(1)[0], 1e-3),)
+    space.move_to_(position)
+    expected = model(x)
+    space.settle_()
+    with ModuleVisits(model, space).installed() as visits:
+        visits.position = position
+        assert torch.equal(model(x), expected)
+
+
 @pytest.mark.parametrize("distribution", ["gaussian", "sphere"])
 def test_other_directions(distribution):
     model, task = transformer("bert")
