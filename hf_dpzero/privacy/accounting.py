@@ -232,7 +232,8 @@ def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> f
     if at_once:
         kinds = [(spec.noise_multiplier, spec.probability, steps) for spec, steps in parts]
         squares = sum(typical_loss(spec) ** 2 * steps for spec, steps in parts)
-        typical, points = math.sqrt(squares / sum(steps for _, steps in parts)), 2**17
+        typical = math.sqrt(squares / sum(steps for _, steps in parts))
+        points = max(2**17, 2**21 // len(parts))
         rough = max(typical / 4, widest / 2**14, 1e-10)
     else:
         # One grid for all: what one kind with wide losses needs may not swamp another's small ones.
@@ -244,10 +245,18 @@ def _pld_on_fitted_grid(parts: Sequence[Part], delta: float, smaller: bool) -> f
             return composed_epsilon(kinds, delta, grid)
         return _pld_on_grid(parts, delta, smaller, grid)
 
-    coarse = epsilon(rough)  # a bound too, so the smaller of the two may be taken
-    total = coarse if math.isfinite(coarse) else 0.0
-    grid = max(min(typical / 64, 1e-3), widest / points, total / 2**17, 1e-10)
-    return coarse if grid >= rough else min(coarse, epsilon(grid))
+    found, grid = epsilon(rough), rough
+    while True:  # each is a bound, so the smallest may be taken
+        total = found if math.isfinite(found) else 0.0
+        finer = max(min(typical / 64, 1e-3), widest / points, total / 2**17, 1e-10)
+        if at_once:
+            # A coarse bound may be so large that it asks for a coarse grid again: step by step.
+            finer = max(min(typical / 64, 1e-3), widest / points, total / 2**20, grid / 8, 1e-10)
+        if finer >= grid:
+            return found
+        found, grid = min(found, epsilon(finer)), finer
+        if not at_once:
+            return found
 
 
 def _pld_on_grid(parts: Sequence[Part], delta: float, smaller: bool, grid: float) -> float:

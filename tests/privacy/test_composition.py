@@ -61,6 +61,22 @@ def test_nearly_equal_steps_cost_nearly_what_one_run_costs():
         assert after(second, (first, 30)).epsilon(DELTA) == pytest.approx(one, rel=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("n", "sigma", "steps"),
+    [(67_349, 0.6, 10_000), (393_000, 0.5, 10_000), (1_000_000, 0.5, 100_000)],
+)
+def test_two_runs_on_a_large_data_set_stay_tight(n, sigma, steps):
+    """Rare and wide losses: a first, coarse look at their sum is a hundred times too large."""
+
+    def run(steps: int, sigma: float) -> PrivacyPlan:
+        mechanism = ScalarMechanism(clip=1.0, noise_multiplier=sigma, expected_batch_size=64.0)
+        sampler = PoissonSampler(num_examples=n, expected_batch_size=64.0)
+        return PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=steps)
+
+    one, both = run(2 * steps, sigma), after(run(steps, sigma * 1.001), (run(steps, sigma), steps))
+    assert 0.99 * one.epsilon(1e-7) < both.epsilon(1e-7) < 1.05 * one.epsilon(1e-7)
+
+
 def test_full_batches_of_any_noise_are_one_gaussian():
     first, second = plan("full", 9, sigma=6.0), plan("full", 16, sigma=10.0)
     epsilon = after(second, (first, 9)).epsilon(DELTA)
