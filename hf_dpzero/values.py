@@ -53,7 +53,10 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader=RecipeLoader)  # a SafeLoader, so no objects are built
     except yaml.YAMLError as error:
-        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error
+        # not its text, which quotes lines: the file may be one of private rows
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"not valid YAML: {problem or 'it cannot be read'}{where}") from None
 
 
 def listed(value: Any) -> Any:

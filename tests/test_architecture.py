@@ -102,6 +102,18 @@ def test_imports_go_down_the_table_of_rooms():
     assert seen > 50
 
 
+def test_a_room_names_each_of_its_files():
+    """A reader of `hf_dpzero/ROOM/__init__.py` learns what each file is for."""
+    unnamed = []
+    for path in modules():
+        room = path.parent / "__init__.py"
+        if path.parent.parent == room.parents[1] and path.parent.parent.name == "hf_dpzero":
+            said = ast.get_docstring(ast.parse(room.read_text(encoding="utf-8"))) or ""
+            if path.stem != "__init__" and not re.search(rf"`[^`]*\b{path.stem}\b", said):
+                unnamed.append(f"{path.parent.name}/{path.stem}")
+    assert not unnamed
+
+
 def test_heavy_packages_are_loaded_only_where_the_table_says():
     table = rooms()
     seen = 0

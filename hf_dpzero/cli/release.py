@@ -46,10 +46,11 @@ def run_replay(arguments: Replay) -> None:
     The rebuilt weights are compared bit for bit with those of `--expect`, or with those that lie beside
     the trajectory, which is copied beside them, and so is the report where there is one.
     """
-    output, beside = Path(arguments.output_dir), Path(arguments.trajectory).resolve().parent
+    output, given = Path(arguments.output_dir), Path(arguments.trajectory).resolve()
+    beside = given if given.is_dir() else given.parent
     if output.resolve() == beside:
         raise ValueError(f"output_dir={output} is the trajectory's own folder; give another one.")
-    trajectory = Trajectory.load(arguments.trajectory)
+    trajectory = Trajectory.load(given / SHIPPING_NAME if given.is_dir() else given)
     model, tokenizer = _load_base(arguments.base, arguments.overrides, beside)
     replay(model, trajectory)  # refuses a base of another digest
     model.save_pretrained(output)

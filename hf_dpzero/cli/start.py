@@ -81,5 +81,5 @@ def run_init(arguments: Init) -> None:
     print(f"{columns}; n = {len(rows):,}")
     print(f"written: {', '.join(map(str, files))}")
     if public is None:
-        print("next: put the file of public rows into it (validation_file), to evaluate on")
+        print("next: public rows to evaluate on, in the file that it names (validation_file)")
     print(f"then: {'python' if arguments.script else 'hf-dpzero train'} {target}")

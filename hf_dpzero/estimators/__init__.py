@@ -8,4 +8,13 @@ gradients, dense or by `ghost_clipping`, which alone imports opacus, when first 
 Promises: evaluations leave the parameters bit for bit at theta once settled, also after an exception;
 what cannot be attributed to single examples is refused by name.
 May import: objectives, perturbation, and of privacy the clip factors. Not transformers or datasets.
+
+| file | what it answers |
+|---|---|
+| `finite_differences`, `choose_strategy` | x [B, K]; which strategy computes it |
+| `layerwise`, `stacked` | where a perturbation is while a model runs |
+| `offload` | weights that come for a module's forward |
+| `forward_passes`, `random_state` | what a forward pass may neither write nor draw |
+| `arithmetic`, `precision_diagnostics` | autocast and compilation; whether rounding hides the signal |
+| `per_example_gradients`, `ghost_clipping` | clipped sums of gradients, dense or without them |
 """

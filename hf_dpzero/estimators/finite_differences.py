@@ -231,7 +231,8 @@ class FiniteDifferences:
         if self.prefix is not None:
             self.prefix.begin_evaluation()
         losses = self._per_example(self.model, microbatch)
-        return losses[: num_examples(microbatch)].detach()
+        # a copy: a compiled model writes its next outputs where its last ones are
+        return losses[: num_examples(microbatch)].detach().clone()
 
     def _per_example(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
         """The objective's losses, checked to be one an example, float32 [B]."""

@@ -5,6 +5,14 @@ server sees noised numbers only, and its update is `ledger.replay.apply_release`
 numbers has the weights. The mathematics of a round (`client.LocalClient`, `server.RoundServer`,
 `run.Rounds`) knows nothing of a network; `flower` carries the bytes by Flower, on one machine or between
 a SuperLink and SuperNodes, and no other file imports it. Start at `run.Rounds`.
+
+| file | what it answers |
+|---|---|
+| `setup` | how a recipe becomes shards, clients and a server |
+| `plan` | what a client agrees to |
+| `client`, `server`, `run` | what each side does in a round, and in which order |
+| `messages`, `flower` | which bytes are sent, and what carries them |
+| `report` | what it cost each client |
 """
 
 import re

@@ -6,5 +6,14 @@ whatever was fused with it. Nothing here is private: what may be released is dec
 
 Imports torch and numpy only (numba and Triton when a kernel runs). Start with
 `parameter_space.ParameterSpace`, then `directions` for the numbers and `grids` for why float32
-arithmetic can be undone. `trainable` says what may train, `kernels` holds the loops.
+arithmetic can be undone.
+
+| file | what it answers |
+|---|---|
+| `directions` | which number u[i] is |
+| `parameter_space`, `coordinates` | theta as one vector: moves, updates, copies |
+| `segments` | tensors that are moved together, and each kind's arithmetic |
+| `grids` | why float32 sums can be undone |
+| `sharding`, `trainable` | parts of tensors on several processes; which tensors may train |
+| `kernels/` | the loops: on a CPU, on a GPU, and in plain torch |
 """

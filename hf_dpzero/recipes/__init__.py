@@ -4,4 +4,13 @@ Promises: unknown keys and ill-typed values are refused with the nearest known k
 pure function of the checkpoint and the recipe, so that a trajectory can be replayed from it.
 May import: all rooms below it in docs/architecture.md but estimators. Loads transformers.
 Start reading at `recipe.load_recipe`, then `build.build_trainer`.
+
+| file | what it answers |
+|---|---|
+| `recipe`, `arguments` | which keys there are, how a file and the command line become them |
+| `build` | how task, model and trainer are made of them |
+| `models`, `adapters` | where a checkpoint comes from; its head; LoRA, prefix, biases |
+| `sentence_classifier` | a sentence encoder with a linear head, and its features computed once |
+| `starter` | what `init` writes for a file of the user's own |
+| `catalogue` | what the shipped recipes run, and what the paper reports for them |
 """

@@ -179,7 +179,12 @@ def recipe_chain(path: Path, above: tuple[Path, ...] = ()) -> list[tuple[Path, d
     except ValueError as error:  # UnicodeDecodeError is one
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: a recipe is lines of `key: value`, this file holds {values!r}.")
+        # names what it holds, but quotes nothing: these may be private rows
+        kind = "a list" if isinstance(values, list) else "one text or number"
+        raise ValueError(
+            f"{path}: a recipe is lines of `key: value`, this file holds {kind}. For a file of rows, "
+            f"`hf-dpzero init --train_file {path} --target_epsilon 2` writes a recipe."
+        )
     values = {str(key): value for key, value in values.items()}  # YAML has keys that are numbers
     if EXTENDS not in values:
         return [(path, values)]
@@ -254,7 +259,10 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
         elif groups:
             groups[-1][1].append(word)
         else:
-            raise ValueError(f"{word!r} belongs to no setting; write --key value after the recipe.")
+            hint = f" (or --recipe {word})" if Path(word).suffix in (".yaml", ".yml") else ""
+            raise ValueError(
+                f"{word!r} belongs to no setting; write --key value after the recipe{hint}."
+            )
     for key, items in groups:
         # An unknown key is refused elsewhere; `--resume_from_checkpoint` alone means the last one.
         may_stand_alone = bool in _members(recipe_parser().hints.get(key, bool))

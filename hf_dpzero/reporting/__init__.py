@@ -4,4 +4,12 @@ Promise: every number is computed from the plan that ran and the ledger that it 
 in words is rounded up. What is shipped is on an allow list.
 May import: ledger, privacy, values (see docs/architecture.md). No transformers.
 Start at `privacy_report.PrivacyReport`, then `hub.build_hub_folder`.
+
+| file | what it answers |
+|---|---|
+| `privacy_report`, `plan_facts` | what a report holds; its numbers that follow from the plan alone |
+| `wording` | what is guaranteed, why not, and what is not covered, in sentences |
+| `verification`, `weights` | whether report, trajectory and weights belong together |
+| `provenance` | what was spent before on the base model and on the choice of settings |
+| `model_card`, `public`, `hub` | what a card says, what is public, what leaves the machine |
 """

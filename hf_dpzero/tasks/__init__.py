@@ -6,6 +6,15 @@ The number of training rows that a task keeps is the n of the privacy accounting
 `prompted.py` (prompts), and `description.py` (how to describe your own).
 
 Tasks have names: those of `TASKS`, by `register_task`, or the path of a YAML file.
+
+| file | what it answers |
+|---|---|
+| `description` | what a task is, in a YAML file |
+| `rows` | where rows come from, and which of them are kept |
+| `classification` | labels, and the inputs of a model with a head; where texts are cut |
+| `prompted`, `templates` | rows as prompts; their tokens, and where prompts are cut |
+| `answers` | generated answers and their scores |
+| `quickstart` | the rows of the quickstart |
 """
 
 from __future__ import annotations

@@ -356,7 +356,8 @@ def _words(value: Yaml, key: str) -> tuple[str, ...]:
 def _checked_keys(values: Yaml, known: tuple[str, ...], what: str) -> dict[str, Yaml]:
     """Returns a mapping of known keys, less those that are null."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{what} is lines of `key: value`, this is {values!r}.")
+        kind = "a list" if isinstance(values, list) else "one text or number"
+        raise ValueError(f"{what} is lines of `key: value`, this is {kind}.")
     for key in values:
         if key not in known:
             near = nearest(str(key), known)

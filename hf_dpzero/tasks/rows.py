@@ -91,7 +91,10 @@ def read_rows(path: Path) -> datasets.Dataset:
     if kind is None:
         raise ValueError(f"{path}: rows are read from {', '.join(_READERS)} files.")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} not found (paths are relative to {Path.cwd()}).")
+        raise FileNotFoundError(
+            f"{path} not found (paths are relative to {Path.cwd()}); give a file of rows as train_file or "
+            "validation_file."
+        )
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty; it needs at least one row.")
     _check_before(path, kind)

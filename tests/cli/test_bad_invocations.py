@@ -242,3 +242,24 @@ def test_one_line_says_what_is_wrong(words: str, message: str, folder, monkeypat
     assert not any(line.startswith("Traceback") for line in lines)
     assert len(errors[0]) < 600
     assert not any(path.is_file() for path in Path("out").rglob("*"))
+
+
+SECRET_ROWS = {
+    "rows.csv": "text,label\nana has flu,1\nbob is well,0\n",
+    "colon.csv": 'text,label\n"secret: ana has flu",1\n',
+    "rows.jsonl": '{"text": "ana has flu", "label": 1}\n{"text": "ana has flu", "label": 0}\n',
+    "rows.json": '[{"text": "ana has flu", "label": 1}]',
+}
+
+
+@pytest.mark.parametrize("name", SECRET_ROWS)
+@pytest.mark.parametrize("command", ["train {}", "plan --recipe {}", "compare {}"])
+def test_private_rows_that_are_taken_for_a_recipe_are_not_quoted(
+    name: str, command: str, tmp_path, capsys: Any
+):
+    path = tmp_path / name
+    path.write_text(SECRET_ROWS[name])
+    assert main.main(command.format(path).split()) == 2
+    said = capsys.readouterr()
+    assert "ana" not in said.err + said.out and "flu" not in said.err + said.out
+    assert name in said.err

@@ -167,7 +167,7 @@ REFUSED: list[tuple[Any, str]] = [
     (changed(TICKETS, fields=["mask"], optional_fields=[], prompts={}), "a field 'mask', which in"),
     (changed(QUESTIONS, fields=["answer"], prompts={}), "a field 'answer', which in a template"),
     (changed(QUESTIONS, prompts={"masked_lm": {"template": "{mask}"}}), "there are causal_lm."),
-    (["a", "list"], "a task is lines of `key: value`, this is ['a', 'list']"),
+    (["a", "list"], "a task is lines of `key: value`, this is a list"),
     # prompts, before they are used
     (masked(template="{sender} {mask}"), "a field {sender}; there are {subject}, {body}"),
     (masked(template="{body:loud} {mask}"), "a filter 'loud'"),
