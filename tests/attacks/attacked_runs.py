@@ -100,16 +100,15 @@ def loaded(base: Path, **settings: Any) -> Any:
     return BertForSequenceClassification.from_pretrained(base, **settings)
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A pretrained masked language model in a folder."""
+def pretrained_base(folder: Path) -> Path:
+    """A masked language model, saved in a folder of `folder`."""
     torch.manual_seed(4)
     shape = tiny_model().config.to_dict()
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
              "intermediate_size", "max_position_embeddings")  # fmt: skip
     model = BertForMaskedLM(BertConfig(**{name: shape[name] for name in names}))
-    model.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    model.save_pretrained(folder / "base")
+    return folder / "base"
 
 
 def hub_cache(cache: Path, name: str, snapshot: Path, patch: Any, ref: str = "main") -> Path:

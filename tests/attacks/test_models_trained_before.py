@@ -16,6 +16,7 @@ from attacked_runs import (
     loaded,
     lora,
     plain_training,
+    pretrained_base,
     shipped,
 )
 from tiny_runs import build, tiny_model
@@ -28,6 +29,11 @@ SHORT: dict[str, Any] = {**SECRET, "max_steps": 2}
 
 
 # ---- trained by this package before
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return pretrained_base(tmp_path)
 
 
 @pytest.mark.parametrize("way", ["same", "copied", "wrapped", "unwrapped", "a_part"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attacked_runs import SECRET, finished, loaded, lora
+from attacked_runs import SECRET, finished, loaded, lora, pretrained_base
 from safetensors.torch import load_file
 from tiny_runs import tiny_model
 
@@ -19,6 +19,11 @@ from hf_dpzero.run_folder import base_model
 pytestmark = pytest.mark.slow
 
 VALUES = "initial_values.safetensors"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return pretrained_base(tmp_path)
 
 
 def shipped_run(run: Path, model: Any, hub: Path, **settings: Any) -> Path:
