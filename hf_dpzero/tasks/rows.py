@@ -92,8 +92,8 @@ def read_rows(path: Path) -> datasets.Dataset:
         raise ValueError(f"{path}: rows are read from {', '.join(_READERS)} files.")
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} not found (paths are relative to {Path.cwd()}); give a file of rows as train_file or "
-            "validation_file."
+            f"{path} not found (paths are relative to {Path.cwd()}); give a file of rows as "
+            "train_file or validation_file."
         )
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty; it needs at least one row.")

@@ -13,6 +13,6 @@ Start at `dpzero_trainer.DPZeroTrainer` and the `trainer.DPZeroMixin` below it; 
 | `private_step`, `zeroth_order_step`, `first_order_step` | what a step computes, in order |
 | `evaluation` | losses and metrics on public rows, by group too |
 | `publishing` | what is evaluated, saved and published in place of Hugging Face's |
-| `progress`, `step_meter`, `signal` | what a run shows: a bar, its time, whether it sees more than noise |
+| `progress`, `step_meter`, `signal` | what a run shows: bar, time, signal over noise |
 | `termination` | what SIGTERM does |
 """
