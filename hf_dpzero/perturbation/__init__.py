@@ -12,7 +12,7 @@ arithmetic can be undone.
 |---|---|
 | `directions` | which number u[i] is |
 | `parameter_space`, `coordinates` | theta as one vector: moves, updates, copies |
-| `segments` | tensors that are moved together, and each kind's arithmetic |
+| `segments`, `parts` | tensors that are moved together, or stay where they are; their arithmetic |
 | `grids` | why float32 sums can be undone |
 | `sharding`, `trainable` | parts of tensors on several processes; which tensors may train |
 | `kernels/` | the loops: on a CPU, on a GPU, and in plain torch |

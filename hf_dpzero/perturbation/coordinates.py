@@ -17,7 +17,8 @@ from hf_dpzero.perturbation.directions import (
     largest_coordinate,
 )
 from hf_dpzero.perturbation.kernels import dispatch
-from hf_dpzero.perturbation.segments import GridParts, GridSegment, RoundedParts, RoundedSegment
+from hf_dpzero.perturbation.parts import GridParts, RoundedParts
+from hf_dpzero.perturbation.segments import GridSegment, RoundedSegment
 from hf_dpzero.perturbation.sharding import (
     ShardedStream,
     is_sharded,

@@ -15,7 +15,7 @@ from hf_dpzero.perturbation import sharding
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.perturbation.segments import GridParts, RoundedParts
+from hf_dpzero.perturbation.parts import GridParts, RoundedParts
 
 SIZE, LAMBDA = 7000, 1e-2
 CUTS = [0, 1, 33, 64, 3200, 3207, 5000, 5000, SIZE]
