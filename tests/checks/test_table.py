@@ -123,7 +123,7 @@ ELSEWHERE = {
     "offload": "test_several_processes_are_sent_to_fsdp2",
     "mixed precision": "test_autocast_around_the_call_is_refused",
     "timed kernels": "test_kernels_that_are_timed_are_refused",
-    "unit of privacy": "test_run_clms_blocks_are_not_taken_for_examples",
+    "unit of privacy": "test_run_clms_blocks_are_not_taken_nor_shipped_for_examples",
     "lengths": "test_a_row_without_positions_is_refused_before_the_first_step",
 }
 """Checks whose runs need processes, devices or long rows: name -> what a test of it is called."""
