@@ -255,6 +255,7 @@ def local_plan(
             expected = float(max(1, round(expected)))
         if own.max_batch_size is not None:
             # the recipe's cap is on all clients' batches together: keep its ratio to the expected one
+            assert own.expected_batch_size is not None  # a made configuration has one
             cap = own.max_batch_size / own.expected_batch_size
             own.max_batch_size = max(1, math.ceil(cap * expected))
         own.expected_batch_size = expected

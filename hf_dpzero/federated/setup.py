@@ -159,6 +159,7 @@ class Side:
             return 1.0 / config.max_steps
         if config.sampling == "full_batch":
             return 1.0
+        assert config.expected_batch_size is not None  # a made configuration has one
         return float(config.expected_batch_size) / self.num_examples
 
     def own_contract(self) -> dict[str, Any]:

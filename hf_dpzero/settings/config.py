@@ -17,7 +17,7 @@ from hf_dpzero.ledger.replay import UpdateRule
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.settings import hf_arguments
-from hf_dpzero.settings.defaults import fill_in
+from hf_dpzero.settings.defaults import fill_in, take_accumulation
 from hf_dpzero.settings.fields import CLIPPINGS, OwnFields
 from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.nested import ADAMW, FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
@@ -46,6 +46,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
     def __post_init__(self) -> None:
         for name, kind in NESTED.items():
             setattr(self, name, kind.read(name, getattr(self, name)))
+        accumulated = take_accumulation(self)
         fill_in(self)
         parts = [("", self), *((f"{name}.", getattr(self, name)) for name in NESTED)]
         wrong = (out_of_range(part, ranges_of(part), prefix) for prefix, part in parts)
@@ -62,8 +63,9 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         super().__post_init__()
         # Only now: TrainingArguments reads lr_scheduler_kwargs from JSON.
         hf_arguments.check_scheduler_settings(self)
-        if warning and self.process_index == 0:
-            logger.warning_once(warning)
+        for said in (accumulated, warning):
+            if said and self.process_index == 0:
+                logger.warning_once(said)
 
     def to_dict(self) -> dict[str, Any]:
         """As in TrainingArguments; nested settings are dicts, which DPZeroConfig takes again."""

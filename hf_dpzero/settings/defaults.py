@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from hf_dpzero.perturbation.trainable import is_prompt, is_trained
 from hf_dpzero.privacy.correlated.correlation import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.settings.nested import NESTED
+from hf_dpzero.settings.setting import COUNT
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import SchedulerType
@@ -42,6 +44,7 @@ falls because rows are learned, and a rate that followed it would grow without e
 
 CLASSIC: dict[str, Any] = {
     "learning_rate": 5e-5, "clip": 50.0, "clipping": "fixed", "num_directions": 1,
+    "expected_batch_size": 64.0,
 }  # fmt: skip
 """What stands for None where nothing is chosen: Hugging Face's rate, the paper's K = 1."""
 
@@ -74,6 +77,33 @@ def fill_in(config: DPZeroConfig) -> None:
     for name, value in CLASSIC.items():
         if getattr(config, name) is None and name not in chosen:
             setattr(config, name, value)
+
+
+def take_accumulation(config: DPZeroConfig) -> str:
+    """Makes B of a script's gradient accumulation; a step is then one batch, sampled and noised once.
+
+    Args:
+      config: a `DPZeroConfig` before `fill_in`; its `gradient_accumulation_steps` is 1 afterwards.
+
+    Returns:
+      What to say of it; "" where nothing is accumulated.
+    """
+    rows, times = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    if times == 1 or not (COUNT.holds(times) and COUNT.holds(rows)):
+        return ""
+    config.gradient_accumulation_steps = 1
+    if config.expected_batch_size is not None or config.sampling == "full_batch":
+        given = (
+            "sampling='full_batch'" if config.sampling == "full_batch" else "expected_batch_size"
+        )
+        return f"gradient_accumulation_steps={times} has no effect: {given} is the batch of a step."
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # of the launcher, before devices are set up
+    config.expected_batch_size = float(rows * times * processes)
+    return (
+        f"gradient_accumulation_steps={times}: a step's batch is expected_batch_size={rows} x {times} x "
+        f"{processes} (processes) = {rows * times * processes} examples, sampled and noised once. A "
+        "larger expected_batch_size costs less noise."
+    )
 
 
 def copied(config: DPZeroConfig) -> DPZeroConfig:

@@ -134,10 +134,12 @@ class OwnFields:
         "says so",
     )
     # Sampling
-    expected_batch_size: float = setting(
-        64,
+    expected_batch_size: float | None = setting(
+        None,
         "B, the public expected logical batch size, in examples",
         POSITIVE,
+        none="64; with gradient_accumulation_steps above 1, per_device_train_batch_size times that "
+        "times the number of processes",
         needs=("sampling", tuple(name for name in SAMPLERS if name != "full_batch")),
         privacy="q = B / n grows with it, and the noise on the sum too, but less than B: the noise on "
         "the mean falls",

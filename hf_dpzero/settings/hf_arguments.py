@@ -87,6 +87,8 @@ _WORKS = {
     "hub_revision": "an existing branch",
 }
 _OTHER = {
+    "gradient_accumulation_steps": "with per_device_train_batch_size and the number of processes it "
+    "makes expected_batch_size, where that is not given",
     "save_only_model": "resuming from its checkpoints is refused",
     "logging_nan_inf_filter": "in evaluation only: the training loss is not logged",
     "label_names": "for evaluation, and columns to keep; what is trained on is the head's objective",
@@ -95,8 +97,8 @@ _OTHER = {
     "only: training has a data loader of its own",
 }
 _UNUSED = {
-    "per_device_train_batch_size": "the batch of a step is expected_batch_size, and a forward pass has "
-    "at most microbatch_size examples",
+    "per_device_train_batch_size": "the batch of a step is expected_batch_size, which it is a factor of "
+    "with gradient_accumulation_steps alone; a forward pass has at most microbatch_size examples",
     "optim_target_modules": "trainable chooses the parameters",
     "average_tokens_across_devices": "a loss is the mean over its own row's tokens, eval_loss over "
     "those of batches",
@@ -111,8 +113,6 @@ _UNUSED = {
     "sortish_sampler": "transformers does not read it either",
 }
 _REFUSED = {
-    "gradient_accumulation_steps": "would split a logical batch; leave it at 1 (in accelerator_config "
-    "too) and set microbatch_size (memory) and expected_batch_size (privacy).",
     "auto_find_batch_size": "would repeat steps: set microbatch_size instead.",
     "train_sampling_strategy": "is not a sampler that is accounted: leave it at 'random' and set "
     "sampling, e.g. to 'poisson'.",
@@ -238,6 +238,7 @@ RANGES: Mapping[str, Allowed] = {
         lambda x: 0 <= x < 1 or COUNT.holds(x),
     ),
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), COUNT),
+    "gradient_accumulation_steps": COUNT,
     **dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), _INTERVAL),
     "save_total_limit": Allowed("an integer of at least 1; leave it out to keep all", COUNT.holds),
     "max_steps": Allowed(
@@ -308,6 +309,14 @@ def refused_fields(config: DPZeroConfig) -> Iterator[str]:
     """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes"):
         yield f"distributed_type: DEEPSPEED {FIELDS['deepspeed'][0].text}"
+    if (
+        times := config.gradient_accumulation_steps
+    ) != 1:  # made into B by the configuration itself
+        yield (
+            f"gradient_accumulation_steps={times} would split a logical batch, and was set where "
+            "DPZeroConfig does not see it: give it to DPZeroConfig (not to accelerator_config, and not "
+            "later), or set microbatch_size (memory) and expected_batch_size (privacy)."
+        )
     for name, value in _changed(config):
         use = use_of(name, config)
         if use.kind == REFUSED:

@@ -140,7 +140,7 @@ TRAIN = [
     ("--report_to clearmll", "clearml"),
     # what training needs
     ("--trace_back", "unknown key 'trace_back'"),
-    ("--gradient_accumulation_steps 2", "microbatch_size"),
+    ("--gradient_accumulation_steps 0", "gradient_accumulation_steps=0"),
     ("--sampling fixed_size_without_replacement", "replace_one"),
     ("--fp16 true", "fp16"),
     ("--resume_from_checkpoint", "no checkpoint"),

@@ -177,6 +177,34 @@ def test_fields_set_later_are_refused_by_the_trainer(tmp_path):
         build(tmp_path, accelerator_config=split)
 
 
+@pytest.mark.parametrize(
+    ("settings", "processes", "batch", "said"),
+    [
+        ({}, 1, 64.0, ""),
+        ({"gradient_accumulation_steps": 4}, 1, 12.0, "3 x 4 x 1 (processes) = 12 examples"),
+        ({"gradient_accumulation_steps": 4}, 2, 24.0, "3 x 4 x 2 (processes) = 24 examples"),
+        (
+            {"gradient_accumulation_steps": 4, "expected_batch_size": 20},
+            1, 20, "has no effect: expected_batch_size is the batch",
+        ),
+    ],
+)  # fmt: skip
+def test_accumulation_makes_the_batch_of_a_step(
+    tmp_path, caplog, monkeypatch, settings, processes, batch, said
+):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    logging.warning_once.cache_clear()
+    monkeypatch.setattr(DPZeroConfig, "process_index", 0)
+    monkeypatch.setattr(DPZeroConfig, "_setup_devices", torch.device("cpu"))
+    with caplog.at_level("WARNING", logger="hf_dpzero"):
+        made = DPZeroConfig(
+            output_dir=str(tmp_path), target_epsilon=2, per_device_train_batch_size=3, use_cpu=True,
+            **settings,
+        )  # fmt: skip
+    assert (made.expected_batch_size, made.gradient_accumulation_steps) == (batch, 1)
+    assert said in caplog.text and made.plan(1000).sampler.expected_batch_size == batch
+
+
 # ---- runs
 
 

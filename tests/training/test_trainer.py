@@ -423,7 +423,7 @@ def test_samplers_run(tmp_path, sampling):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"gradient_accumulation_steps": 4}, "microbatch_size"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be"),
         ({"direction": "cauchy"}, "direction='cauchy'"),
         ({"method": "newton"}, "method='newton'"),
         ({"push_to_hub": True, "hub_strategy": "every_save"}, "allow list"),
