@@ -51,10 +51,11 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         parts = [("", self), *((f"{name}.", getattr(self, name)) for name in NESTED)]
         wrong = (out_of_range(part, ranges_of(part), prefix) for prefix, part in parts)
         refuse([*chain.from_iterable(wrong), *hf_arguments.wrong_values(self)])
+        warning = hf_arguments.warning(self)
+        hf_arguments.put_back(self)
         # Only of values in range: these compare and multiply them.
         refuse(chain(self._budget(), self._method(), self._steps(), refused_fields(self)))
         self._warn()
-        warning = hf_arguments.warning(self)
         self.ignore_data_skip = True  # batches are a function of the step: nothing to skip
         if self.method in SGD:
             self.optim = "sgd"

@@ -99,6 +99,10 @@ _OTHER = {
 _UNUSED = {
     "per_device_train_batch_size": "the batch of a step is expected_batch_size, which it is a factor of "
     "with gradient_accumulation_steps alone; a forward pass has at most microbatch_size examples",
+    "auto_find_batch_size": "rows of a forward pass are chosen from the memory that is free",
+    "train_sampling_strategy": "rows are drawn by sampling, which is what is accounted",
+    "enable_jit_checkpoint": "SIGTERM ends the step, writes a whole checkpoint and exits with status "
+    "143 without it",
     "optim_target_modules": "trainable chooses the parameters",
     "average_tokens_across_devices": "a loss is the mean over its own row's tokens, eval_loss over "
     "those of batches",
@@ -113,9 +117,6 @@ _UNUSED = {
     "sortish_sampler": "transformers does not read it either",
 }
 _REFUSED = {
-    "auto_find_batch_size": "would repeat steps: set microbatch_size instead.",
-    "train_sampling_strategy": "is not a sampler that is accounted: leave it at 'random' and set "
-    "sampling, e.g. to 'poisson'.",
     "neftune_noise_alpha": "adds noise to embeddings in training mode, and steps run in eval mode: "
     "leave it out.",
     "fp16": "computes losses that are too coarse for finite differences; use bf16=True (autocast) or "
@@ -131,9 +132,6 @@ _REFUSED = {
     "load_best_model_at_end": "would ship weights that the trajectory does not end in; evaluate "
     "checkpoints on public data, and load, copy or `hf-dpzero push` the folder of the one you want, "
     "which has a report of its own.",
-    "enable_jit_checkpoint": "saves in the middle of a step, which a resumed run would take twice: "
-    "leave it off. SIGTERM ends the step, writes a whole checkpoint and exits with status 143 without "
-    "it.",
     "deepspeed": "wraps the model in an engine whose parameters the perturbation does not follow, to "
     "divide gradients and optimizer states that this training has not: use plain data parallelism "
     "(accelerate launch --multi_gpu, one process a GPU). For a model that does not fit on one device "
@@ -289,6 +287,24 @@ def check_scheduler_settings(config: DPZeroConfig) -> None:
             )
 
 
+_PUT_BACK: Mapping[str, tuple[Any, str]] = {
+    "gradient_accumulation_steps": (1, "would split a logical batch"),
+    "auto_find_batch_size": (False, "would repeat steps"),
+    "enable_jit_checkpoint": (
+        False,
+        "would save in the middle of a step, which is taken twice then",
+    ),
+}
+"""Fields that a configuration keeps from Hugging Face's Trainer: the value that it sees, and why."""
+
+
+def put_back(config: DPZeroConfig) -> None:
+    """Switches off what would do harm in Hugging Face's loop, after `warning` has named it."""
+    for name, (off, _) in _PUT_BACK.items():
+        if hasattr(config, name):
+            setattr(config, name, off)
+
+
 def use_of(name: str, config: DPZeroConfig) -> Use:
     """What a field does in the run that `config` describes; unknown ones have no known effect."""
     unknown = Use(UNUSED, "this version of hf_dpzero does not know it")
@@ -309,14 +325,12 @@ def refused_fields(config: DPZeroConfig) -> Iterator[str]:
     """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("1", "true", "yes"):
         yield f"distributed_type: DEEPSPEED {FIELDS['deepspeed'][0].text}"
-    if (
-        times := config.gradient_accumulation_steps
-    ) != 1:  # made into B by the configuration itself
-        yield (
-            f"gradient_accumulation_steps={times} would split a logical batch, and was set where "
-            "DPZeroConfig does not see it: give it to DPZeroConfig (not to accelerator_config, and not "
-            "later), or set microbatch_size (memory) and expected_batch_size (privacy)."
-        )
+    for name, (off, why) in _PUT_BACK.items():
+        if getattr(config, name, off) != off:
+            yield (
+                f"{name}={getattr(config, name)!r} {why}, and was set where DPZeroConfig does not see "
+                "it: give it to DPZeroConfig (not to accelerator_config, and not later)."
+            )
     for name, value in _changed(config):
         use = use_of(name, config)
         if use.kind == REFUSED:
