@@ -31,7 +31,8 @@ _TRAINER = {
     "`optimizers=(None, scheduler)`": "zeroth order: its learning rates are used; else refused",
     "`optimizers=(optimizer, ...)`, `optimizer_cls_and_kwargs`": "refused: set `method`, "
     "`update_rule` or `optim`",
-    "`model_init`, `hyperparameter_search()`": "refused",
+    "`model_init`": "called once, before the checks",
+    "`hyperparameter_search()`": "refused",
     "an overridden `create_scheduler`": "is used",
     f"an overridden {', '.join(f'`{name}`' for name in INSTEAD)}": "refused, with what to use instead",
     "`preprocess_logits_for_metrics`, `compute_metrics`, `data_collator`": "as in Trainer",

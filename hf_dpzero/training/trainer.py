@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Mapping
@@ -61,7 +62,10 @@ _WRITTEN = (
     "a forward pass wrote into the trained parameters, which now carry un-noised private data and are "
     "not saved: make the module leave them alone and start again from the base model."
 )
-_MODEL_INIT = "model_init makes a new model after the checks: pass the model itself as `model`."
+_MODEL_INIT = (
+    "model_init beside a model, or set later, would make a new model after the checks: pass one of them "
+    "to the trainer."
+)
 
 
 class DPZeroMixin(PublishingTrainer):
@@ -113,13 +117,15 @@ class DPZeroMixin(PublishingTrainer):
         progress.quiet_replicas(args)
         collectives.check_world(args)
         collectives.check_one_device(args, model)
-        if settings.get("model_init") is not None:
-            raise ValueError(_MODEL_INIT)
         if noise is not None and not isinstance(noise, NoiseSource):
             raise ValueError(
                 f"noise is a {type(noise).__name__}: pass a NoiseSource, or leave it out."
             )
         settings = by_name(type(self), positional, settings)
+        if (make := settings.pop("model_init", None)) is not None:
+            if model is not None:
+                raise ValueError(_MODEL_INIT)
+            model = make(*[None] * len(inspect.signature(make).parameters))  # a trial, in a search
         given, own_loss = settings.get("train_dataset"), compute_per_example_loss
         data_checks.check_rows(given)
         model, self._texts = load_inputs(type(self), model, args, settings, own_loss)

@@ -641,9 +641,18 @@ def test_an_objective_of_several_passes_does_not_reuse_a_prefix(tmp_path):
     assert trainer.step.differences.prefix is None
 
 
-def test_searches_and_late_models_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="model_init"):
-        DPZeroTrainer(args=config(tmp_path), model_init=tiny_model, train_dataset=tiny_data())
+@pytest.mark.parametrize("make", [tiny_model, lambda trial: tiny_model()])
+def test_a_model_is_made_once(tmp_path, make):
+    trainer = DPZeroTrainer(args=config(tmp_path), model_init=make, train_dataset=tiny_data())
+    made = trainer.model
+    trainer.train()
+    assert trainer.model is made and trainer.privacy_report().steps == trainer.args.max_steps
+
+
+def test_searches_and_second_models_are_refused(tmp_path):
+    both = {"model_init": tiny_model, "train_dataset": tiny_data()}
+    with pytest.raises(ValueError, match="model_init beside a model"):
+        DPZeroTrainer(tiny_model(), config(tmp_path), **both)
     with pytest.raises(ValueError, match="every trial"):
         build(tmp_path).hyperparameter_search()
 
