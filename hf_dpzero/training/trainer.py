@@ -125,7 +125,11 @@ class DPZeroMixin(PublishingTrainer):
         if (make := settings.pop("model_init", None)) is not None:
             if model is not None:
                 raise ValueError(_MODEL_INIT)
-            model = make(*[None] * len(inspect.signature(make).parameters))  # a trial, in a search
+            needed = [
+                p for p in inspect.signature(make).parameters.values() if p.default is p.empty
+            ]
+            trial = any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)
+            model = make(None) if trial else make()  # a search would give it its trial
         given, own_loss = settings.get("train_dataset"), compute_per_example_loss
         data_checks.check_rows(given)
         model, self._texts = load_inputs(type(self), model, args, settings, own_loss)

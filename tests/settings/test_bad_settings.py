@@ -31,7 +31,7 @@ OF_ANOTHER_KIND = [
     *[("accountant", value) for value in ("gdp", None)],
     ("neighboring_relation", "add_remove"),
     ("noise_distribution", "cauchy"),
-    *[(name, None) for name in ("smoothing", "expected_batch_size", "max_steps", "weight_decay")],
+    *[(name, None) for name in ("smoothing", "max_steps", "weight_decay")],
     *[("num_directions", value) for value in (10**8, "4")],
     ("include_for_metrics", ["nosuch"]),
     ("lr_scheduler_kwargs", ["power"]),

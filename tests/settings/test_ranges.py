@@ -41,6 +41,7 @@ BAD = {
     "group_robust.budget": (0.0, 1.0, NAN),
     "group_robust.draws": (0, 1.5),
     "per_device_train_batch_size": (0,),
+    "gradient_accumulation_steps": (0,),
     "per_device_eval_batch_size": (0,),
     "max_grad_norm": (-1.0, NAN),
     "momentum": (1.0, -0.1, NAN),
