@@ -31,6 +31,13 @@ def run_recipes(arguments: Recipes) -> None:
 
 def run_init(arguments: Init) -> None:
     """Reads the columns, counts n, writes a starter recipe or script and says what to do next."""
+    suffix = ".py" if arguments.script else ".yaml"
+    train, public = arguments.train_file, arguments.validation_file
+    target = Path(arguments.output or f"{Path(train).stem}{suffix}")
+    if target.suffix != suffix:
+        raise ValueError(f"--output {target}: give a name that ends in {suffix}.")
+    _check_new(target)  # before seconds of imports
+
     from hf_dpzero.recipes.starter import Starter, detect_columns
     from hf_dpzero.settings.config import DPZeroConfig
     from hf_dpzero.tasks.rows import read_rows
@@ -38,7 +45,6 @@ def run_init(arguments: Init) -> None:
     epsilon, delta = arguments.target_epsilon, arguments.target_delta
     # Refuses impossible ones.
     DPZeroConfig(use_cpu=True, target_epsilon=epsilon, target_delta=delta)
-    train, public = arguments.train_file, arguments.validation_file
     rows = read_rows(Path(train))
     named = arguments.text_column, arguments.text_pair_column, arguments.label_column
     columns = detect_columns(rows, *named)
@@ -63,19 +69,10 @@ def run_init(arguments: Init) -> None:
         target_epsilon=epsilon,
         target_delta=delta,
     )
-    suffix = ".py" if arguments.script else ".yaml"
-    target = Path(arguments.output or f"{Path(train).stem}{suffix}")
-    if target.suffix != suffix:
-        raise ValueError(f"--output {target}: give a name that ends in {suffix}.")
     texts = {target.name: starter.script()} if arguments.script else starter.recipe(target.name)
     files = {target.with_name(name): text for name, text in texts.items()}
     for path in files:  # all or none are written
-        if path.exists():
-            raise FileExistsError(f"{path} exists; remove it, or choose another --output.")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(
-                f"the folder {path.parent} of --output does not exist; make it."
-            )
+        _check_new(path)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     print(f"{columns}; n = {len(rows):,}")
@@ -83,3 +80,10 @@ def run_init(arguments: Init) -> None:
     if public is None:
         print("next: public rows to evaluate on, in the file that it names (validation_file)")
     print(f"then: {'python' if arguments.script else 'hf-dpzero train'} {target}")
+
+
+def _check_new(path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(f"{path} exists; remove it, or choose another --output.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} of --output does not exist; make it.")

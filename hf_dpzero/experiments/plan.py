@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from hf_dpzero.experiments import memory
 from hf_dpzero.experiments.memory import GIB, MetaModel, find_config
@@ -15,9 +17,7 @@ from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.settings.defaults import resolve
 from hf_dpzero.tasks import build_task, description_of
 from hf_dpzero.tasks.description import DataArguments
-
-if TYPE_CHECKING:
-    from hf_dpzero.tasks import AnyTask
+from hf_dpzero.tasks.rows import read_rows
 
 _PHASES = {
     "weights": "weights",
@@ -117,18 +117,17 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     Raises:
       ValueError, OSError: what the task refuses; `given` is not what is here.
     """
-    task = _task_that_is_here(data)
-    if task is not None:
-        here = len(task.splits["train"])
-        if given is not None and given != here:
+    description = description_of(data.task)
+    names = description.label_names if description else data.class_names
+    labels = None if names is None else len(names)
+    here = _rows_that_are_here(data, labels)
+    if here is not None:
+        if given is not None and given != here.train:
             raise ValueError(
-                f"num_examples={given}, but the recipe's data is here and has {here} training rows: "
+                f"num_examples={given}, but the recipe's data is here and has {here.train} training rows: "
                 "leave --num_examples out, or change the data settings."
             )
-        source = f"the training rows of task {task.name}, which are here"
-        return RowCounts(train=here, labels=len(task.label_names), source=source)
-    description = description_of(data.task)
-    labels = None if description is None else len(description.label_names)
+        return here
     per_class, most = data.num_examples_per_class, data.max_train_samples
     train, source = None, "the data is not here: give --num_examples N, its number of training rows"
     if given is not None:
@@ -143,15 +142,23 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     return RowCounts(train=train, labels=labels, source=source)
 
 
-def _task_that_is_here(data: DataArguments) -> AnyTask | None:
-    """Builds the task with its rows; None if they would have to be downloaded."""
+def _rows_that_are_here(data: DataArguments, labels: int | None) -> RowCounts | None:
+    """Counts rows that nobody has to download; None of others. `labels` as far as the recipe says."""
+    public = Path(data.validation_file or "")
+    if data.train_file and not public.is_file() and data.num_examples_per_class is None:
+        # As a starter has it, whose public rows are yet to be written.
+        rows = min(len(read_rows(Path(data.train_file))), data.max_train_samples or math.inf)
+        source = f"{data.train_file}; validation_file is not there yet"
+        return RowCounts(train=int(rows), labels=labels, source=source)
     try:
         with offline():
-            return build_task(data)
+            task = build_task(data)
     except OSError:  # not in a cache; of local files it is the user's mistake
         if data.train_file or data.validation_file:
             raise
         return None
+    source = f"the training rows of task {task.name}, which are here"
+    return RowCounts(train=len(task.splits["train"]), labels=len(task.label_names), source=source)
 
 
 @contextlib.contextmanager

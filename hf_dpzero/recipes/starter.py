@@ -125,6 +125,13 @@ def detect_columns(
             f"the label column {label!r} holds floats or has empty rows: classes are integers from 0 or "
             "words, and every row needs one."
         )
+    classes = len(rows.unique(label))  # not said: it is a count of private rows
+    if classes > 20 and len(rows) < 10 * classes:
+        raise ValueError(
+            f"the label column {label!r} has fewer than 10 rows for each of its values, as names and "
+            "numbers of rows have: of a class so small nothing can be learned privately. Choose another "
+            "--label_column, or join classes."
+        )
     return Columns(kind="classification", texts=texts, label=label)
 
 
@@ -241,34 +248,34 @@ class Starter:
         Raises:
           ValueError: answers, which a recipe trains on.
         """
-        kind = self.columns.kind
+        kind, head = self.columns.kind, self._trains_head
         if kind == "answers":
             raise ValueError(
                 "rows of answers are scored by a recipe's task: leave --script out, or start from "
                 "scripts/examples/question_answering.py."
             )
-        classes = kind == "classification"
-        default = "FacebookAI/roberta-base" if classes else CHAT
+        texts, classes = self.columns.texts, kind == "classification"
         renamed = ""
         if kind == "completion":  # TRL knows completions by these names
-            given = {self.columns.texts[0]: "prompt", str(self.columns.label): "completion"}
+            given = {texts[0]: "prompt", str(self.columns.label): "completion"}
             changed = {old: new for old, new in given.items() if old != new}
             renamed = f".rename_columns({changed!r})" if changed else ""
         readers = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
         suffix = Path(self.train_file).suffix
-        privacy = {**self._privacy(64), "max_steps": _WHOLE}
+        privacy = {**self._privacy(512 if head else 64), "max_steps": _HEAD if head else _WHOLE}
         settings = "".join(
             f"    {key}={json.dumps(value)},{f'  # {_COMMENTS[key]}' if key in _COMMENTS else ''}\n"
             for key, value in privacy.items()
         )
         return _filled(
-            "classification.py" if classes else "chats.py",
+            ("head.py" if head else "classification.py") if classes else "chats.py",
             train=json.dumps(self.train_file),
             public=json.dumps(self._public),
-            model=json.dumps(self.model or default),
+            model=json.dumps(self.model or CHAT),
             kind=json.dumps(readers.get(suffix.lower(), "json")),
             tabs=', sep="\\t"' if suffix == ".tsv" else "",
-            texts=", ".join(f"row[{json.dumps(name)}]" for name in self.columns.texts),
+            texts=", ".join(f"row[{json.dumps(name)}]" for name in texts),
+            pairs=", pair_features='siamese'" if len(texts) == 2 else "",
             label=json.dumps(self.columns.label),
             settings=settings,
             columns=str(self.columns),

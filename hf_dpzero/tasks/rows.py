@@ -118,19 +118,22 @@ def _check_before(path: Path, kind: str) -> None:
     """Refuses what `datasets` would read and get wrong.
 
     Raises:
-      ValueError: JSON in another encoding, which fails where a row is looked at, and quotes it; or a CSV
-        header with one name twice, of which only the first column is read.
+      ValueError: JSON in another encoding, which fails where a row is looked at, and quotes it; a CSV
+        header with one name twice, of which only the first column is read; or a header alone.
     """
     if kind == "csv":
         with (
             contextlib.suppress(UnicodeDecodeError),
             path.open(encoding="utf-8-sig", newline="") as file,
         ):
-            names = next(csv.reader(file, delimiter=_delimiter(path)), [])
+            lines = csv.reader(file, delimiter=_delimiter(path))
+            names = next(lines, [])
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ValueError(
                     f"{path}: line 1 names the column {twice[0]!r} more than once; rename or drop one."
                 )
+            if any(names) and not any(lines):
+                raise ValueError(f"{path} has no rows: line 1 names the columns, and no line follows.")
     with path.open("rb") as file:
         if kind == "json" and file.peek(2)[:2] != b"\x1f\x8b":  # those of a compressed file
             for number, line in enumerate(file, start=1):

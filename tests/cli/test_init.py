@@ -86,6 +86,26 @@ def test_a_starter_recipe_loads_and_says_n(suffix, capsys):
     assert Path("mine.yaml").read_text() == before
 
 
+def test_a_starter_is_planned_before_there_are_public_rows(capsys):
+    init(capsys, "--train_file", write("mine.csv", "text", 24))
+    planned = plan(capsys)
+    assert planned["num_examples"] == 24 and "not there yet" in planned["num_examples_from"]
+    unset = plan(capsys, "--validation_file", "null", "--max_train_samples", "20")
+    assert unset["num_examples"] == 20
+    assert main.main(["train", "mine.yaml"]) == 2 and "public.csv" in capsys.readouterr().err
+
+
+def test_script_and_recipe_of_one_file_are_the_same_run(capsys):
+    words = files("text")
+    init(capsys, *words), init(capsys, *words, "--script")
+    recipe, script = load_recipe("mine.yaml"), Path("mine.py").read_text()
+    for name in ("max_steps", "expected_batch_size", "target_epsilon", "target_delta", "trainable"):
+        value = json.dumps(getattr(recipe.training, name))
+        assert f"    {name}={value}," in script.replace("=3,", "=3.0,")
+    assert f"logit_scale={recipe.model.logit_scale}" in script
+    assert recipe.model.model_name_or_path in script
+
+
 def test_a_starter_of_pairs(capsys):
     train = write("mine.jsonl", "pair", 16)
     assert "'premise' and 'hypothesis'" in init(capsys, "--train_file", train)
@@ -132,7 +152,8 @@ def test_a_starter_script_compiles(kind, capsys):
     init(capsys, "--train_file", write("mine.jsonl", kind, 16), "--script")
     text = Path("mine.py").read_text()
     compile(text, "mine.py", "exec")
-    assert "<" not in text.replace("<MODEL>", "<") and "target_epsilon=2.0" in text
+    assert "${" not in text and "target_epsilon=2.0" in text
+    assert ("pair_features" in text) == (kind == "pair")
 
 
 def test_a_starter_script_trains(bert_checkpoint, capsys):
@@ -153,5 +174,11 @@ def test_init_refuses(capsys):
     assert "a, b hold text" in init(capsys, *asked, status=2)
     asked += ["--text_column", "a", "--output", "a.txt"]
     assert "ends in .yaml" in init(capsys, *asked, status=2)
+    numbers = [{"text": f"a {i}", "label": f"u{i // 2}"} for i in range(50)]
+    pd.DataFrame(numbers).to_csv("rows.csv", index=False)
+    words = ["--train_file", "rows.csv", "--output", "numbers.yaml"]
+    assert "fewer than 10 rows for each" in init(capsys, *words, status=2)
+    Path("rows.csv").write_text("text,label\n")
+    assert "rows.csv has no rows: line 1 names" in init(capsys, *words, status=2)
     chats = write("chats.jsonl", "messages", 4)
     assert "--script" in init(capsys, "--train_file", chats, status=2)

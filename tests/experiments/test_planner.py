@@ -249,7 +249,7 @@ def test_rows_that_are_here_are_counted():
 def test_rows_that_are_not_here_are_derived_or_asked_for(
     data, given, expected, source, monkeypatch
 ):
-    monkeypatch.setattr(plan, "_task_that_is_here", lambda data: None)
+    monkeypatch.setattr(plan, "_rows_that_are_here", lambda data, labels: None)
     rows = plan.count_rows(DataArguments(task="sst2", **data), given)
     assert rows.train == expected and source in rows.source and rows.labels == 2
 
