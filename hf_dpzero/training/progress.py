@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,11 +40,13 @@ class PrivacyProgressCallback(ProgressCallback):
     """Hugging Face's progress bar with spent epsilon and signal; a resumed run's starts where it is."""
 
     training_bar: Any
+    _first = True  # no step of this training was shown yet
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Opens the bar; one that an interrupted run left open is closed."""
+        self._first = True
         if self.training_bar is not None:
             self.training_bar.close()
         super().on_train_begin(args, state, control, **kwargs)
@@ -51,6 +54,18 @@ class PrivacyProgressCallback(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.initial = self.training_bar.n = state.global_step
             self.training_bar.refresh()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Moves the bar; its clock starts after the first step, which compiles and allocates."""
+        bar, first, self._first = self.training_bar, self._first, False
+        if bar is None or not first:
+            super().on_step_end(args, state, control, **kwargs)
+            return
+        bar.n = bar.initial = bar.last_print_n = self.current_step = state.global_step
+        bar.start_t = bar.last_print_t = time.time()
+        bar.refresh()
 
     def on_log(
         self,

@@ -59,7 +59,8 @@ REMEMBERED = 1 << 18
 """Coordinates of a vector with correlated noise that are looked at: 32 MB hold 32 releases of them."""
 
 LEAST_SIZE = 1e-2
-"""Root mean square of a coordinate that weights are taken to have at least, for some start at zero."""
+"""Root mean square of a coordinate below which weights have no size yet that an update is long beside:
+a head or an adapter that starts at zero takes its size from its first steps."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class SignalCallback(TrainerCallback):
 
     - After a quarter of the planned steps, at least 20, the whole run's statistic within two deviations
       of 0 is what `on_no_signal` is for: a warning, or training ends there.
-    - An update longer than the weights that it moves is warned of.
+    - An update longer than the weights that it moves is warned of, unless they start at zero.
     - An update or weights that are not finite end training whatever is set.
 
     Attributes:
@@ -246,7 +247,7 @@ class SignalCallback(TrainerCallback):
         """Starts anew, for a run whose ledger is open."""
         self.run, self._said_large = run, False
         # d, and the sum of squares of the weights' norm; of parameters in parts known once it trains
-        self._dimension, self._squares = 0, 0.0
+        self._dimension, self._squares, self._sized = 0, 0.0, False
         self.signal = ReleasedSignal(run.plan.mechanism, run.plan, run.args.num_directions)
 
     def logs(self) -> dict[str, float]:
@@ -264,6 +265,7 @@ class SignalCallback(TrainerCallback):
         )
         if is_split(self.run.model):
             self._squares = sum_over_processes([self._squares])[0]
+        self._sized = self._squares > self._dimension * LEAST_SIZE**2
 
     def on_step_end(
         self,
@@ -282,7 +284,7 @@ class SignalCallback(TrainerCallback):
         update = self._update_norm(release)
         if not math.isfinite(update) or (self.run.args.first_order and not self._finite()):
             self._stop_not_finite(state, control)
-        elif update * update > max(self._squares, self._dimension * LEAST_SIZE**2):
+        elif update * update > self._squares and self._sized:
             self._say_large(state, release, update)
         # Updates along fresh random directions are nearly orthogonal to each other and to the weights.
         self._squares += update * update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,17 @@ def test_a_starter_script_compiles(kind, capsys):
     assert ("pair_features" in text) == (kind == "pair")
 
 
+@pytest.mark.parametrize(("count", "steps"), [(16, 800), (640, 1000), (16_000, 10_000)])
+def test_steps_of_a_chat_follow_from_its_rows(count, steps, capsys):
+    """100 passes over the rows, in batches of an eighth of them, at most 64; at most 10,000 steps."""
+    init(capsys, "--train_file", write("mine.jsonl", "messages", count), "--script")
+    assert f"    max_steps={steps}," in Path("mine.py").read_text()
+
+
 def test_a_starter_script_trains(bert_checkpoint, capsys):
     init(capsys, *files("text"), "--model", bert_checkpoint, "--script")
     text = Path("mine.py").read_text()
-    short = text.replace("max_steps=10000", "max_steps=2, use_cpu=True").replace("=128", "=32")
+    short = re.sub(r"max_steps=\d+", "max_steps=2, use_cpu=True", text).replace("=128", "=32")
     Path("mine.py").write_text(short)
     runpy.run_path("mine.py")
     assert "eval_accuracy" in capsys.readouterr().out

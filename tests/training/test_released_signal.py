@@ -283,6 +283,15 @@ def test_an_update_longer_than_the_weights_is_warned_of_once(tmp_path, caplog, m
     assert method != "dpzero" or "It was chosen from the plan, not by you" in said[1]
 
 
+def test_weights_that_start_at_zero_are_not_compared_with_their_updates(tmp_path, caplog):
+    """A head of zeros takes its size from its first steps; obeying the warning would cost accuracy."""
+    model = tiny_model()
+    torch.nn.init.zeros_(model.classifier.weight)
+    with caplog.at_level(logging.WARNING):
+        build(tmp_path, model, trainable="classifier", learning_rate=None, clip=None).train()
+    assert "far too large" not in caplog.text
+
+
 class Overflow(TrainerCallback):
     """Weights as an update could leave them that is too large."""
 

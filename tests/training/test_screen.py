@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import SECRET, build, tiny_model
+from tiny_runs import SECRET, build, config, tiny_model
 from transformers import trainer as hf_trainer
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import ProgressCallback, TrainerControl, TrainerState
 from transformers.utils import logging as hf_logging
 
 from hf_dpzero import DPZeroConfig
@@ -104,6 +104,20 @@ def test_a_resumed_bar_starts_where_the_run_is(tmp_path: Path, capsys: Any) -> N
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     shown = capsys.readouterr()
     assert "6, 6 of them in the ledger" in shown.out and " 50%" in shown.err
+
+
+def test_the_time_left_is_told_from_the_steps_after_the_first(tmp_path: Path) -> None:
+    """The first one takes a minute here, each of the others a second."""
+    callback, args = progress.PrivacyProgressCallback(), config(tmp_path)
+    state = TrainerState(max_steps=10, is_world_process_zero=True)
+    callback.on_train_begin(args, state, TrainerControl())
+    for step, seconds in enumerate([60.0, 1.0, 1.0], 1):
+        bar, state.global_step = callback.training_bar, step
+        bar.start_t, bar.last_print_t = bar.start_t - seconds, bar.last_print_t - seconds
+        callback.on_step_end(args, state, TrainerControl())
+    shown = bar.format_dict
+    assert shown["n"] == 3 and shown["rate"] == pytest.approx(1.0, rel=0.1)
+    bar.close()
 
 
 def test_a_bar_of_the_users_own_stays_alone(tmp_path: Path) -> None:
