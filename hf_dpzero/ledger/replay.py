@@ -225,12 +225,13 @@ def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) ->
     Args:
       model: the base model, as it was before training (its digest is checked).
       trajectory: a replayable log.
-      upto: stop before this step; None for the end.
+      upto: stop before this step; None for the weights that were shipped with the log.
 
     Raises:
       LedgerError: another base model, other trainable tensors, or a log that cannot be replayed.
     """
     header = trajectory.header
+    upto = trajectory.shipped_step if upto is None else upto
     if not header["replayable"]:
         raise LedgerError(
             "this run released whole vectors, not numbers along public directions "

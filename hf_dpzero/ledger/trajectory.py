@@ -76,6 +76,8 @@ class Trajectory:
       header: base model digest, direction key, distribution, K, values a record holds, smoothing, weight
         decay, trainable names, plan, update rule, versions; all public and JSON-safe.
       releases: the records, steps strictly increasing.
+      shipped_step: so many releases made the weights that lie beside the file: those of an earlier step,
+        where it evaluated best. None: all of them.
 
     Raises:
       LedgerError: another format version, or releases that do not fit the header.
@@ -92,6 +94,7 @@ class Trajectory:
                 f"{FORMAT!r} version {VERSION}: another release of hf_dpzero wrote it, whose directions "
                 "have other numbers; use that release."
             )
+        self.shipped_step: int | None = None
         self.path: Path | None = None
         self._lock: IO[bytes] | None = None
         self._size = 0
@@ -317,7 +320,8 @@ class Trajectory:
             "steps": torch.arange(len(rates), dtype=torch.int64),
             "learning_rates": rates,
         }
-        header = json.dumps(self.header, sort_keys=True)
+        shipped = {} if self.shipped_step is None else {"shipped_step": self.shipped_step}
+        header = json.dumps({**self.header, **shipped}, sort_keys=True)
         metadata = {"header": header, "crc32": str(_checksum(header, tensors))}
         partial = f"{path}.partial"
         save_file(tensors, partial, metadata=metadata)
@@ -343,7 +347,11 @@ class Trajectory:
             *(tensors[n].tolist() for n in ("steps", "values", "learning_rates")), strict=True
         )
         releases = [Release(step, tuple(values), rate) for step, values, rate in rows]
-        return cls(json.loads(metadata["header"]), releases)
+        header = json.loads(metadata["header"])
+        shipped = header.pop("shipped_step", None)  # the ledger's header has none, nor its digest
+        trajectory = cls(header, releases)
+        trajectory.shipped_step = shipped
+        return trajectory
 
 
 class _Header(dict[str, Any]):

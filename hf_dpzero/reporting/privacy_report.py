@@ -77,6 +77,8 @@ class PrivacyReport:
       num_examples: examples in the training set; treated as public.
       steps: completed steps, the ones paid for.
       planned_steps: steps the plan allowed.
+      shipped_step: the weights are those after so many steps, where an earlier step than the last
+        evaluated best; `epsilon` is of all steps. None: the weights are those of the last step.
       noise_multiplier: noise scale on the sum, in units of `clip`.
       clip: bound C on one example's contribution, in loss units per unit of smoothing; inf if none.
       schedules: what changes over the steps, in words, by "noise" and "clip"; empty where nothing does,
@@ -131,6 +133,7 @@ class PrivacyReport:
     num_examples: int
     steps: int
     planned_steps: int
+    shipped_step: int | None
     noise_multiplier: float
     clip: float
     schedules: dict[str, str]
@@ -161,6 +164,10 @@ class PrivacyReport:
             raise ValueError(
                 f"steps={self.steps} is outside 0..{self.planned_steps}, the steps of the plan."
             )
+        if self.shipped_step is not None and not 0 <= self.shipped_step <= self.steps:
+            raise ValueError(
+                f"shipped_step={self.shipped_step} is outside 0..{self.steps}, the steps that were made."
+            )
         check_tuning(self.tuning)
         if self.base_weights not in BASE_WEIGHTS:
             raise ValueError(
@@ -189,7 +196,13 @@ class PrivacyReport:
 
     @classmethod
     def from_header(
-        cls, header: Mapping[str, Any], *, steps: int, delta: float, plan: PrivacyPlan | None = None
+        cls,
+        header: Mapping[str, Any],
+        *,
+        steps: int,
+        delta: float,
+        plan: PrivacyPlan | None = None,
+        shipped_step: int | None = None,
     ) -> PrivacyReport:
         """Reports what the first steps of a ledger spent, never more than was run.
 
@@ -199,6 +212,7 @@ class PrivacyReport:
           steps: releases that count, 0..plan.steps.
           delta: at which epsilon is computed.
           plan: the header's, where it is made already.
+          shipped_step: of the trajectory; see the attribute.
 
         Returns:
           The report, of no weights yet.
@@ -232,6 +246,7 @@ class PrivacyReport:
             direction=header["direction"],
             noise_source=noise_name(plan, header["noise_source"]),
             private=why_not is None,
+            shipped_step=shipped_step,
             log_private_diagnostics=logged,
             parts=parts_of(plan, delta, steps, header.get("extends", ())),
             weights_digest=None,
@@ -292,7 +307,7 @@ class PrivacyReport:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
         # Keys that later versions added: an older report goes on being read.
-        older = {"groups": "", "forward_passes": "", "processes": ""}
+        older = {"groups": "", "forward_passes": "", "processes": "", "shipped_step": None}
         values = {**older, **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
@@ -364,13 +379,16 @@ class PrivacyReport:
             f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "
             f"{number(self.expected_batch_size)} of {self.num_examples} examples)"
         )
+        shipped = (
+            "" if self.shipped_step is None else f"; the weights are of step {self.shipped_step}"
+        )
         return [
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", mechanism),
             *((LABELS.get(name, name), text) for name, text in self.schedules.items()),
             *([("groups", self.groups)] if self.groups else []),
             ("sampling", sampling),
-            ("steps", f"{self.steps} of {self.planned_steps} planned"),
+            ("steps", f"{self.steps} of {self.planned_steps} planned{shipped}"),
             *(("of that", part_words(part)) for part in self.parts),
             ("accountant", self.accountant),
             ("noise", self.noise_source),

@@ -235,12 +235,13 @@ def file_digest(path: Path, header_only: bool = False) -> str:
     return digest.hexdigest()
 
 
-def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
+def load_state(checkpoint: str, trajectory: Trajectory, goes_on: bool = True) -> dict[str, Any]:
     """Returns the grid state of a complete checkpoint of this run. Reads each of its files once.
 
     Args:
       checkpoint: its folder.
       trajectory: the run's ledger.
+      goes_on: a run resumes from it; False where only its weights are taken.
 
     Returns:
       What `save_state` was given as `space`.
@@ -251,7 +252,7 @@ def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
         not what was written with them: says which, and from where the run can go on.
     """
     try:
-        return _checked(Path(checkpoint), trajectory)
+        return _checked(Path(checkpoint), trajectory, goes_on)
     except DamagedError as error:
         folder = Path(checkpoint).absolute()
         run = folder.parent if trajectory.path is None else trajectory.path.parent.absolute()
@@ -264,7 +265,7 @@ def load_state(checkpoint: str, trajectory: Trajectory) -> dict[str, Any]:
         raise LedgerError(f"{error} {words}") from error
 
 
-def _checked(checkpoint: Path, trajectory: Trajectory) -> dict[str, Any]:
+def _checked(checkpoint: Path, trajectory: Trajectory, goes_on: bool = True) -> dict[str, Any]:
     path = checkpoint / STATE_NAME
     if not path.exists():
         raise DamagedError(f"{checkpoint} is not DPZeroTrainer's: it has no {STATE_NAME}.")
@@ -278,7 +279,7 @@ def _checked(checkpoint: Path, trajectory: Trajectory) -> dict[str, Any]:
             "resume from a checkpoint of this ledger, or start afresh in another output_dir."
         )
     _check_files(checkpoint, state)
-    if SCHEDULER_NAME not in state["files"]:
+    if goes_on and SCHEDULER_NAME not in state["files"]:
         raise ValueError(
             f"{checkpoint} has no {SCHEDULER_NAME} (save_only_model=True), so the schedule of learning "
             "rates would start anew: resume from a checkpoint that was saved with save_only_model=False."

@@ -292,11 +292,13 @@ def discard_unused(trajectory: Trajectory) -> None:
 def report_of(run: Run) -> PrivacyReport:
     """Returns the privacy that a run has spent, in numbers and words; what it began with counts."""
     begun = run.ledger.header if run.ledger else ledger_header(run)
+    shipped = run.ledger.shipped_step if run.ledger else None
     return PrivacyReport.from_header(
         {"earlier_runs": run.earlier_runs, **begun},
         steps=run.ledger.next_step if run.ledger else 0,
         delta=run.delta,
         plan=run.plan,
+        shipped_step=shipped,
     )
 
 

@@ -69,7 +69,8 @@ _WORKS = {
     "per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches "
     "eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics "
     "save_strategy save_steps save_on_each_node save_total_limit push_to_hub hub_token hub_model_id "
-    "metric_for_best_model greater_is_better restore_callback_states_from_checkpoint use_cpu "
+    "load_best_model_at_end metric_for_best_model greater_is_better "
+    "restore_callback_states_from_checkpoint use_cpu "
     "dataloader_num_workers remove_unused_columns ddp_backend ddp_timeout do_train do_eval do_predict "
     "resume_from_checkpoint local_rank": "",
     "num_train_epochs": "ceil(n / expected_batch_size) steps an epoch; each row takes part about once",
@@ -129,9 +130,6 @@ _REFUSED = {
     "include_num_input_tokens_seen": "would count the tokens of private batches: leave it at 'no'.",
     "debug": "prints statistics of private activations; leave it empty, or debug on public data with a "
     "plain Trainer.",
-    "load_best_model_at_end": "would ship weights that the trajectory does not end in; evaluate "
-    "checkpoints on public data, and load, copy or `hf-dpzero push` the folder of the one you want, "
-    "which has a report of its own.",
     "deepspeed": "wraps the model in an engine whose parameters the perturbation does not follow, to "
     "divide gradients and optimizer states that this training has not: use plain data parallelism "
     "(accelerate launch --multi_gpu, one process a GPU). For a model that does not fit on one device "
@@ -215,7 +213,8 @@ _DEFAULTS = {
 
 _STRATEGIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("eval_steps", "eval_strategy", ("steps",)),
-    ("eval_delay metric_for_best_model greater_is_better", "eval_strategy", ("steps", "epoch")),
+    ("eval_delay metric_for_best_model greater_is_better load_best_model_at_end", "eval_strategy",
+     ("steps", "epoch")),
     ("save_steps", "save_strategy", ("steps",)),
     ("save_total_limit", "save_strategy", ("steps", "epoch", "best")),
     ("logging_steps", "logging_strategy", ("steps",)),
@@ -238,7 +237,9 @@ RANGES: Mapping[str, Allowed] = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), COUNT),
     "gradient_accumulation_steps": COUNT,
     **dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), _INTERVAL),
-    "save_total_limit": Allowed("an integer of at least 1; leave it out to keep all", COUNT.holds),
+    "save_total_limit": Allowed(
+        "an integer of at least 0; 0, or left out, keeps all", lambda x: x == 0 or COUNT.holds(x)
+    ),
     "max_steps": Allowed(
         "an integer of at least 1, or -1 for num_train_epochs",
         lambda x: x == -1 or COUNT.holds(x),

@@ -322,8 +322,26 @@ class PublishingTrainer(Trainer):
             finally:
                 del self._get_output_dir
 
-        checkpoints.save_checkpoint(self.run, self.state, write)
-        self._saved_step = self.state.global_step
+        ledger, step = self.run.opened, self.state.global_step
+        # A resumed run writes checkpoints of steps that the ledger is ahead of.
+        ledger.shipped_step = step if step < ledger.next_step else None
+        try:
+            checkpoints.save_checkpoint(self.run, self.state, write)
+        finally:
+            ledger.shipped_step = None
+        self._saved_step = step
+
+    def _load_best_model(self) -> None:
+        """As in Trainer, from a checkpoint of this run; the report and the trajectory say its step."""
+        if collectives.stop_agreed(ask=True):
+            self._stop()  # later the weights are not those that a run goes on from
+        best, ledger = str(self.state.best_model_checkpoint), self.run.opened
+        checkpoints.load_state(best, ledger, goes_on=False)
+        self.method.settle_()
+        with self.method.weights.own_write():
+            self._load_from_checkpoint(best)
+        step = checkpoints.step_of(Path(best))
+        ledger.shipped_step = step if step < ledger.next_step else None
 
     def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
         evaluates, control = self.control.should_evaluate, self.control
@@ -346,6 +364,8 @@ class PublishingTrainer(Trainer):
     def _stop(self) -> NoReturn:
         """Leaves training after SIGTERM, with a checkpoint of this step that can be resumed."""
         weights_alone = self.args.save_only_model
+        if self.run.opened.shipped_step is not None:
+            raise termination.Terminated  # the weights are those of the best checkpoint
         if self._saved_step != self.state.global_step or weights_alone:
             self.args.save_only_model = False  # nothing goes on from weights alone
             try:

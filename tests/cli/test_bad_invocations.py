@@ -110,7 +110,10 @@ TRAIN = [
     ("--head_init label_text", "label_texts"),
     ("--lr_scheduler_kwargs notadict", "lr_scheduler_kwargs"),
     ("--lr_scheduler_kwargs {power:2}", "lr_scheduler_kwargs"),
-    ("--load_best_model_at_end", "load_best_model_at_end=True"),
+    (
+        "--load_best_model_at_end --save_strategy steps",
+        "load_best_model_at_end requires the save and eval strategy",
+    ),
     ("--save_strategy best", "metric_for_best_model"),
     (
         "--save_strategy best --eval_strategy steps --metric_for_best_model nosuch",

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from hf_dpzero import PrivacyReport, Trajectory
 from hf_dpzero.checks import processes
+from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Release
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
@@ -147,13 +148,18 @@ def drifted(folder: Path, rank: int) -> None:
 
 
 SECRET = dict.fromkeys(("testing.insecure_noise_seed", "testing.sampler_key"))
+FIRST_IS_BEST = {
+    "load_best_model_at_end": True, "metric_for_best_model": "x", "greater_is_better": True,
+    "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1,
+}  # fmt: skip
 RUNS = {
-    "rows": {},
+    "rows": FIRST_IS_BEST,
     "directions": {
         "num_directions": 2, "performance.direction_parallel_size": 2,
         "performance.perturbation_strategy": "whole_model",
     },
-    "parts": {"fsdp": True, "fsdp_config": {"version": 2}},  # last: Accelerate keeps its plugin
+    # last: Accelerate keeps its plugin
+    "parts": {"fsdp": True, "fsdp_config": {"version": 2}, **FIRST_IS_BEST},
 }  # fmt: skip
 MESHES = {
     "rows": "2 (2 shares of the rows)",
@@ -170,6 +176,7 @@ def reported(folder: Path) -> None:
     """Three steps of six, of each run."""
     for name, settings in RUNS.items():
         trainer = made(folder, name, ddp_backend="gloo", **settings)
+        trainer.compute_metrics = lambda _, now=trainer: {"x": -now.state.global_step}
         trainer.add_callback(Stop())
         trainer.train()
         trainer.save_model()
@@ -272,6 +279,11 @@ def test_two_processes_and_what_is_assumed_of_their_links(of_two: Path, name: st
     (caveat,) = links(report)
     ranks = [json.loads((of_two / f"{name}.rank{rank}").read_text()) for rank in (0, 1)]
     assert ranks[0]["processes"] == ranks[1]["processes"] == report.processes
+    assert report_of(of_two / name).shipped_step == (None if name == "directions" else 1)
+    rebuilt = tiny_model()
+    replay(rebuilt, Trajectory.load(of_two / name / "trajectory.safetensors"))
+    saved = load_file(of_two / name / "model.safetensors")
+    assert all((p == saved[key]).all() for key, p in rebuilt.named_parameters())
 
     settings = {"num_directions": 2} if name == "directions" else {}
     resumed = made(of_two, name, **settings)

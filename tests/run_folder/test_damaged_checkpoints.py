@@ -266,7 +266,7 @@ def test_first_order_runs_are_told_what_is_left(tmp_path: Path, older: bool) -> 
 def test_the_final_weights_do_not_go_into_a_checkpoint(
     finished: Any, tmp_path: Path, place: str
 ) -> None:
-    """Advice for load_best_model_at_end, taken literally, wrote them over a checkpoint."""
+    """A folder named for the best step, taken for a place of one's own, was a checkpoint's."""
     folder = Path(shutil.copytree(finished[0], tmp_path / "run"))
     trainer = build(folder, **SETTINGS)
     trainer.train(resume_from_checkpoint=True)

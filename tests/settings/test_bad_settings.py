@@ -72,6 +72,10 @@ def test_scheduler_settings_that_it_does_not_take_are_refused(tmp_path):
         ({"eval_strategy": "steps", "max_steps": 6, "eval_steps": 9}, {"max_steps": 20}),
         ({"eval_delay": 5}, {"eval_strategy": "steps", "eval_steps": 2}),
         ({"metric_for_best_model": "loss"}, {"eval_strategy": "steps", "eval_steps": 2}),
+        (
+            {"load_best_model_at_end": True},
+            {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2},
+        ),
         ({"save_steps": 5}, {"save_strategy": "steps"}),
         ({"save_total_limit": 2}, {"save_strategy": "steps"}),
         ({"logging_strategy": "no", "logging_steps": 3}, {"logging_strategy": "steps"}),

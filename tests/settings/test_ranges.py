@@ -54,7 +54,7 @@ BAD = {
     "save_steps": (0, -1),
     "logging_steps": (-1, 1.5),
     "eval_delay": (-1,),
-    "save_total_limit": (0, -3, 1.5),
+    "save_total_limit": (-3, 1.5),
     "target_delta": (0.0, 1.0, -1.0, NAN),
 }
 CASES = [(name, value) for name, values in BAD.items() for value in values]

@@ -96,7 +96,6 @@ def test_what_is_set_after_the_trainer_was_made_is_refused_when_it_trains(tmp_pa
             (lambda t: setattr(t, "optimizer", torch.optim.SGD([parameter])), "optimizer SGD with"),
             (lambda t: setattr(t.args, "gradient_accumulation_steps", 4), "gradient_accumulation"),
             (lambda t: setattr(t.args, "auto_find_batch_size", True), "would repeat steps"),
-            (lambda t: setattr(t.args, "load_best_model_at_end", True), "load_best_model_at_end"),
         ]
     ):
         trainer = build(tmp_path / str(number))

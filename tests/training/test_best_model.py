@@ -1,0 +1,195 @@
+"""`load_best_model_at_end`: weights of the step that evaluated best, epsilon of the whole run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import SECRET, build, config, same, tiny_model, weights, with_lora
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from hf_dpzero import Trajectory
+from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
+from hf_dpzero.reporting import hub
+from hf_dpzero.reporting.provenance import read_extended
+from hf_dpzero.reporting.verification import report_of
+from hf_dpzero.run_folder.checkpoints import complete_checkpoints
+
+BEST: dict[str, Any] = {
+    "max_steps": 6,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_x",
+    "greater_is_better": True,
+    **{"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2},
+    **SECRET,
+}
+SCORES = {2: 0.1, 4: 0.9, 6: 0.2}
+
+
+class Scores(TrainerCallback):
+    """Metrics by the step that is evaluated, so that a resumed run finds those of a straight one."""
+
+    step = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+
+    def metrics(self, _: Any) -> dict[str, float]:
+        return {"x": SCORES.get(self.step, 0.0)}
+
+
+def build_best(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -> Any:
+    scores = Scores()
+    given = {"compute_metrics": scores.metrics, "callbacks": [scores, *callbacks]}
+    return build(folder, model, trainer_settings=given, **{**BEST, **settings})
+
+
+def replayed(trajectory: Trajectory, upto: int | None = None, model: Any = None) -> Any:
+    model = tiny_model() if model is None else model
+    replay(model, trajectory, upto)
+    return weights(model)
+
+
+def steps_kept(folder: Path) -> list[str]:
+    return [path.name for path in complete_checkpoints(folder)]
+
+
+def test_the_weights_are_those_of_the_best_step_and_the_epsilon_that_of_the_run(
+    tmp_path: Path,
+) -> None:
+    trainer = build_best(tmp_path, update_rule="momentum")
+    output = trainer.train()
+    trainer.save_model()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 4)
+    ledger = Trajectory.load(tmp_path / LEDGER_NAME)
+    assert same(weights(trainer.model), replayed(ledger, upto=4))
+    assert not same(weights(trainer.model), replayed(ledger))
+    shipped = Trajectory.load(tmp_path / SHIPPING_NAME)
+    assert (shipped.shipped_step, shipped.next_step) == (4, 6)
+    assert shipped.digest() == ledger.digest()
+    assert same(weights(trainer.model), replayed(shipped))
+    report = report_of(tmp_path)  # compared with the trajectory and the weights
+    assert (report.steps, report.shipped_step, report.private) == (6, 4, True)
+    assert report.epsilon == trainer.plan.epsilon(report.delta) == output.metrics["epsilon"]
+    assert report.epsilon > trainer.plan.epsilon(report.delta, at=4)
+    assert "6 of 6 planned; the weights are of step 4" in str(report)
+    # A checkpoint is of its own step, with its own epsilon.
+    assert report_of(tmp_path / "checkpoint-4").shipped_step is None
+    pushed = Path(hub.push(tmp_path, "somebody/some", dry_run=True))
+    assert "the weights are of step 4" in (pushed / hub.CARD_FILE).read_text()
+    assert read_extended(str(tmp_path))[0].steps == 6  # a run that extends it counts all six
+
+
+def test_a_report_of_another_step_than_the_trajectory_says_is_refused(tmp_path: Path) -> None:
+    trainer = build_best(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    shipped = Trajectory.load(tmp_path / SHIPPING_NAME)
+    shipped.shipped_step = None
+    shipped.to_safetensors(tmp_path / SHIPPING_NAME)
+    with pytest.raises(ValueError, match="shipped_step: 4 / None"):
+        report_of(tmp_path)
+
+
+@pytest.mark.parametrize("method", [{}, {"method": "dp-adamw", "clip": 0.5}])
+def test_a_run_that_was_killed_near_its_end_ships_the_same_step(
+    tmp_path: Path, method: dict[str, Any]
+) -> None:
+    """Step 6 is paid for, and neither evaluated nor saved."""
+    with pytest.raises(KeyboardInterrupt):
+        build_best(tmp_path, StopBeforeSave(6), **method).train()
+    assert Trajectory.load(tmp_path / LEDGER_NAME).next_step == 6
+    resumed = build_best(tmp_path, **method)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model()
+    assert report_of(tmp_path).shipped_step == 4
+    kept = report_of(tmp_path / "checkpoint-4")
+    assert report_of(tmp_path).weights_digest == kept.weights_digest
+
+
+class StopBeforeSave(TrainerCallback):
+    """Ctrl-C after a step's update, before anything of it is evaluated or written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_checkpoints_of_a_resumed_run_say_which_step_they_hold(tmp_path: Path) -> None:
+    """Their trajectory has all six releases, which rebuilt the weights of another step."""
+    with pytest.raises(KeyboardInterrupt):
+        build_best(tmp_path, StopBeforeSave(6)).train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    build_best(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    shipped = Trajectory.load(tmp_path / "checkpoint-4" / SHIPPING_NAME)
+    assert (shipped.next_step, shipped.shipped_step) == (6, 4)
+    report = report_of(tmp_path / "checkpoint-4")
+    assert (report.steps, report.shipped_step) == (6, 4)
+
+
+def test_a_run_that_stops_early_says_both(tmp_path: Path) -> None:
+    trainer = build_best(tmp_path, EarlyStoppingCallback(1), max_steps=20)
+    trainer.train()
+    trainer.save_model()
+    report = report_of(tmp_path)
+    assert (report.shipped_step, report.steps, report.planned_steps) == (4, 6, 20)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, "246"), (1, "4")])
+def test_save_total_limit_keeps_the_best(tmp_path: Path, limit: int, kept: str) -> None:
+    trainer = build_best(tmp_path, save_total_limit=limit)
+    trainer.train()
+    assert steps_kept(tmp_path) == [f"checkpoint-{step}" for step in kept]
+
+
+def test_save_strategy_best_and_no_optimizer_states(tmp_path: Path) -> None:
+    settings = {"save_strategy": "best", "save_only_model": True, "eval_steps": 2}
+    trainer = build_best(tmp_path, **settings)
+    trainer.train()
+    assert steps_kept(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    ledger = Trajectory.load(tmp_path / LEDGER_NAME)
+    assert same(weights(trainer.model), replayed(ledger, upto=4))
+
+
+def test_adapters(tmp_path: Path) -> None:
+    trainer = build_best(tmp_path, model=with_lora(tiny_model()), learning_rate=1.0)
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    trainer.save_model()
+    ledger = Trajectory.load(tmp_path / LEDGER_NAME)
+    found = weights(trainer.model)
+    assert same(found, replayed(ledger, upto=4, model=with_lora(tiny_model())))
+    assert {name for name, p in trainer.model.named_parameters() if p.requires_grad} == trained
+    assert report_of(tmp_path).shipped_step == 4
+
+
+def test_the_last_step_may_be_the_best(tmp_path: Path) -> None:
+    trainer = build_best(tmp_path, greater_is_better=None, metric_for_best_model=None)
+    assert (trainer.args.metric_for_best_model, trainer.args.greater_is_better) == ("loss", False)
+    trainer = build_best(tmp_path, max_steps=4)
+    trainer.train()
+    assert trainer.privacy_report().shipped_step is None
+
+
+def test_a_best_checkpoint_of_another_run_is_not_loaded(tmp_path: Path) -> None:
+    class Swap(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                path = tmp_path / "checkpoint-4" / "model.safetensors"
+                shutil.copy(tmp_path / "checkpoint-2" / path.name, path)
+
+    trainer = build_best(tmp_path, Swap())
+    with pytest.raises(ValueError, match="checkpoint-4: model.safetensors is not what this run"):
+        trainer.train()
+
+
+def test_strategies_must_match_as_in_trainer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save and eval strategy to match"):
+        config(tmp_path, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="steps")
