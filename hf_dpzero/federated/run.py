@@ -311,7 +311,7 @@ def chosen_rate(plans: Sequence[LocalPlan], schedule: SchedulerType | str) -> fl
         return None
     clip, expected = mechanisms[0].clip, math.fsum(m.expected_batch_size for m in mechanisms)
     summed = clip * noise / expected * math.sqrt(plans[0].rounds)
-    return rate_of_noise(summed, clip, schedule)
+    return rate_of_noise(summed, clip, mechanisms[0].num_directions, schedule)
 
 
 # ------------------------------------------------------------------ the server's run
