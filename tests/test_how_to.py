@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -13,8 +14,8 @@ import datasets
 import pytest
 import torch
 from tiny_language_models import save_causal_lm, save_encoder, save_masked_lm
-from tiny_runs import tiny_data, tiny_model
-from transformers import AutoTokenizer, TrainerCallback
+from tiny_runs import build, same, stopping, tiny_data, tiny_model, weights
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 from hf_dpzero.cli import main
 from hf_dpzero.recipes.recipe import load_recipe, parse_overrides, recipe_parser
@@ -152,6 +153,17 @@ class StopOnce(TrainerCallback):
         if state.global_step == self.step:
             self.step = None
             raise KeyboardInterrupt
+
+
+def test_a_script_under_slurm(here):
+    """Its second start goes on; nothing in it differs from the first."""
+    for last in (stopping(2, KeyboardInterrupt), {}):
+        with pytest.raises(KeyboardInterrupt) if last else contextlib.nullcontext():
+            run(block("slurm", "script"), {"trainer": build(here / "run", trainer_settings=last)})
+    straight = build(here / "straight")
+    straight.train()
+    made = AutoModelForSequenceClassification.from_pretrained(here / "run")
+    assert same(weights(made), weights(straight.model))
 
 
 @pytest.mark.parametrize("stopped", [pytest.param(1, marks=pytest.mark.slow), 3])
