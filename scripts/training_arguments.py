@@ -25,9 +25,9 @@ others work as in Trainer. Some of the fields are missing in some of the support
 """
 _TRAINER = {
     "`compute_per_example_loss`": "is trained on",
-    "`compute_loss_func`, an overridden `compute_loss`": "refused: training needs each "
-    "example's loss, `compute_per_example_loss`; beside that one, evaluation uses it. TRL's "
-    "`SFTTrainer` on its default loss is taken",
+    "`compute_loss_func`, an overridden `compute_loss`": "trained on, one row at a time, with "
+    "`num_items_in_batch=None`; beside `compute_per_example_loss`, which is faster, evaluation uses it. "
+    "It may not log, or keep anything of rows. TRL's `SFTTrainer` on its default loss is taken",
     "`optimizers=(None, scheduler)`": "zeroth order: its learning rates are used; else refused",
     "`optimizers=(optimizer, ...)`, `optimizer_cls_and_kwargs`": "refused: set `method`, "
     "`update_rule` or `optim`",

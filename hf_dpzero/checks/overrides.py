@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from transformers import Trainer, TrainingArguments
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
 from transformers.utils import logging
 
+from hf_dpzero.ledger.digests import digest_tensors
+from hf_dpzero.objectives.heads import OneRowLoss
 from hf_dpzero.objectives.losses import PerExampleLoss
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.hf_arguments import refused_fields
@@ -28,24 +37,24 @@ _LOSS = (
     "F.cross_entropy(logits, labels, reduction='none')"
 )
 
+_LIBRARIES = ("accelerate", "builtins", "datasets", "hf_dpzero", "peft", "torch", "transformers")
+_LARGE = 1000  # entries of a container that are not looked at one by one
 
-def warn_of_unused(
-    kind: type[Trainer], args: TrainingArguments, loss: PerExampleLoss | None
-) -> None:
-    """Names in one warning what training does not use.
+
+def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
+    """Names in one warning what training does not use, and in another a loss that is slow.
 
     A learning-rate scheduler in `optimizers=(None, scheduler)` is honoured in zeroth-order runs, and an
     overridden `create_scheduler` in all: learning rates are public.
 
     Args:
-      kind: of the trainer.
-      args: its settings.
+      trainer: with its settings.
       loss: `compute_per_example_loss`, or None.
 
     Raises:
       ValueError: a method that the accounting rests on is overridden; says what to use instead.
     """
-    unused = []
+    kind, args, unused = type(trainer), trainer.args, []
     for name, instead in INSTEAD.items():
         owner, above = overriding(kind, name)
         if owner and above:
@@ -62,6 +71,11 @@ def warn_of_unused(
         )
     if unused:
         logger.warning(f"not used by {kind.__name__}: {'; '.join(unused)}.")
+    if loss is None and (name := own_loss_name(kind, vars(trainer))):
+        logger.warning(
+            f"{name} is evaluated on one row at a time, with num_items_in_batch=None. It is faster to "
+            f"{_LOSS}."
+        )
 
 
 def refuse_overrides(trainer: Trainer, loss: PerExampleLoss | None, begun: bool) -> None:
@@ -80,8 +94,11 @@ def refuse_overrides(trainer: Trainer, loss: PerExampleLoss | None, begun: bool)
     args, scheduler = trainer.args, trainer.lr_scheduler
     assert isinstance(args, DPZeroConfig)
     refuse(refused_fields(args))
-    if loss is None:
-        _check_losses(trainer)
+    loss_type = getattr(args, "loss_type", "nll")  # of TRL
+    if loss is None and loss_type not in ("nll", "chunked_nll"):
+        raise ValueError(
+            f"loss_type={loss_type!r} would not be trained on: leave it at 'nll', or {_LOSS}."
+        )
     if begun:
         return
     optimizer = trainer.optimizer or (trainer.optimizer_cls_and_kwargs or (None,))[0]
@@ -104,24 +121,100 @@ def refuse_overrides(trainer: Trainer, loss: PerExampleLoss | None, begun: bool)
         )
 
 
-def _check_losses(trainer: Trainer) -> None:
-    """Refuses a loss of its own that a run would not train on; evaluation may have one beside it."""
-    kind = type(trainer)
-    owner = kind if "compute_loss" in vars(trainer) else overriding(kind, "compute_loss")[0]
-    # TRL overrides compute_loss to log beside it
-    if owner and (owner.__module__.split(".")[0], owner.__name__) == ("trl", "SFTTrainer"):
-        loss = getattr(trainer.args, "loss_type", "nll")
-        if loss not in ("nll", "chunked_nll"):
-            raise ValueError(
-                f"loss_type={loss!r} would not be trained on: leave it at 'nll', or {_LOSS}."
-            )
-        owner = None  # the objective of causal language models is its default loss
-    if owner or trainer.compute_loss_func:
+def own_loss_name(kind: type, given: Mapping[str, Any]) -> str:
+    """What a script computes its loss with, in place of the head's.
+
+    Args:
+      kind: of the trainer.
+      given: its arguments, or its attributes.
+
+    Returns:
+      "Mine.compute_loss" or "compute_loss_func"; "" for neither, and for TRL's `SFTTrainer`, which
+      logs beside the loss of causal language models.
+    """
+    owner = kind if "compute_loss" in given else overriding(kind, "compute_loss")[0]
+    if owner and (owner.__module__.split(".")[0], owner.__name__) != ("trl", "SFTTrainer"):
+        return f"{owner.__name__}.compute_loss"
+    return "compute_loss_func" if given.get("compute_loss_func") else ""
+
+
+def loss_by_row(trainer: Trainer) -> OneRowLoss | None:
+    """A script's `compute_loss` or `compute_loss_func`, asked for one row at a time; None without one.
+
+    It neither logs nor talks to other processes there: both would tell of private rows.
+    """
+    name = own_loss_name(type(trainer), vars(trainer))
+
+    def compute(model: nn.Module, row: dict[str, Any]) -> Any:
+        with _silenced(trainer, name):
+            try:
+                return trainer.compute_loss(model, row, num_items_in_batch=None)
+            except TypeError as error:
+                raise ValueError(
+                    f"{name} fails for one row with num_items_in_batch=None ({type(error).__name__}): "
+                    f"divide by what is in the row, or {_LOSS}."
+                ) from error
+
+    return OneRowLoss(compute, name, trainer) if name else None
+
+
+@contextlib.contextmanager
+def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
+    """Refuses, inside, what would publish a row's numbers or wait for those of other processes."""
+
+    def refuse(*_: object, **__: object) -> None:
         raise ValueError(
-            f"{f'{owner.__name__}.compute_loss' if owner else 'compute_loss_func'} returns one number "
-            "for a batch, and a step needs each example's loss, so it would not be trained on: "
-            f"{_LOSS}. Beside it, evaluation still uses yours."
+            f"{name} logs what it computes of a private row, or waits for other processes, which have "
+            "other rows: leave that out."
         )
+
+    hidden = [(trainer.accelerator, call) for call in ("gather", "gather_for_metrics", "reduce")]
+    if not trainer.args.not_private:  # type: ignore[attr-defined]
+        hidden += [(trainer, "log"), (trainer.accelerator, "log")]
+    before = [vars(owner).get(call) for owner, call in hidden]
+    for owner, call in hidden:
+        setattr(owner, call, refuse)
+    try:
+        yield
+    finally:
+        for (owner, call), own in zip(hidden, before, strict=True):
+            delattr(owner, call) if own is None else setattr(owner, call, own)
+
+
+def kept_by(objective: PerExampleLoss) -> dict[str, object]:
+    """What a script's loss may keep of the rows that it saw, by name: to be compared.
+
+    Looked at: attributes of the trainer, variables that its functions read, and what is in them.
+
+    Args:
+      objective: of `loss_by_row`; of others nothing is looked at.
+    """
+    holder = getattr(objective, "holder", None)
+    kept = dict(vars(holder)) if holder else {}
+    own = [p for p in type(holder).__mro__ if p.__module__.partition(".")[0] not in _LIBRARIES]
+    functions = [*kept.values(), *(f for parent in own for f in vars(parent).values())]
+    for function in filter(inspect.isfunction, functions):
+        read = inspect.getclosurevars(function)
+        kept |= {**read.globals, **read.nonlocals}
+    return {name: _content(value) for name, value in kept.items()}
+
+
+def _content(value: Any, depth: int = 3) -> object:
+    """A value by what is in it, so far as scripts keep numbers there; others by their identity."""
+    package = type(value).__module__.partition(".")[0]
+    if isinstance(value, bool | int | float | str | bytes | np.generic):
+        return repr(value)
+    if isinstance(value, Tensor | np.ndarray):
+        return digest_tensors([("", torch.as_tensor(value).detach())])
+    if isinstance(value, Mapping | list | tuple | set | deque) and depth:
+        if len(value) > _LARGE:
+            return id(value), len(value)
+        if isinstance(value, Mapping):
+            return {repr(key): _content(part, depth - 1) for key, part in value.items()}
+        return [_content(part, depth - 1) for part in value]
+    if package in _LIBRARIES or isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+        return id(value)
+    return {k: _content(v, depth - 1) for k, v in vars(value).items()} if depth else id(value)
 
 
 def overriding(kind: type, name: str) -> tuple[type | None, bool]:

@@ -22,9 +22,10 @@ from hf_dpzero.batches.shapes import PassShapes, Row
 from hf_dpzero.checks.data import of_first_row
 from hf_dpzero.checks.invented_rows import InventedRows, at_nonzero_weights
 from hf_dpzero.checks.model import parameters_left_alone
+from hf_dpzero.checks.overrides import kept_by
 from hf_dpzero.checks.precision import couples_values, low_precision
 from hf_dpzero.checks.public_rows import NOT_TAKEN, evaluation_rows, is_ours
-from hf_dpzero.checks.smoke_test import ROOM, CoupledLosses, SmokeTest
+from hf_dpzero.checks.smoke_test import COUPLED, ROOM, CoupledLosses, SmokeTest
 from hf_dpzero.estimators.arithmetic import uncompiled
 from hf_dpzero.estimators.offload import arriving_bytes
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients, rounds_products
@@ -114,6 +115,37 @@ def _form(run: Run, shapes: PassShapes, first: Row) -> Row:
 def invented_rows(run: Run, shapes: PassShapes) -> InventedRows:
     """Returns what makes rows in the form of the run's."""
     return InventedRows(_form(run, shapes, shapes.collate_each([0])[0]), run.model, shapes)
+
+
+@torch.no_grad()
+def check_memory(run: Run) -> None:
+    """Refuses losses, of rows that are evaluated one by one, that follow from rows evaluated before.
+
+    Of passes of several rows the smoke test asks as much.
+
+    Raises:
+      ValueError: names what the loss keeps; it is no number, or moves, or is not finite.
+    """
+    shapes, model = run.shapes, run.model
+    if shapes is None or not shapes.one_by_one or run.objective is None:
+        return
+    rows, before = shapes.collate_each([0, len(run.dataset) - 1]), kept_by(run.objective)
+    words = of_first_row("evaluated")
+    with parameters_left_alone(model), evaluation_mode(model), words, uncompiled(model):
+        first, last, again = (_losses(run, run.evaluate, row) for row in (*rows, rows[0]))
+    after = kept_by(run.objective)
+    if changed := [name for name in after if after[name] != before.get(name)]:
+        raise ValueError(
+            f"the loss wrote to {changed[0]}: what it keeps of a private row gets into later losses or "
+            "logs without noise. Compute it from its inputs alone, and set up all else before training."
+        )
+    if not torch.allclose(first, again, rtol=0, atol=0, equal_nan=True):
+        raise CoupledLosses(COUPLED.format("before and after another example was seen"))
+    if not torch.cat([first, last]).isfinite().any():
+        raise ValueError(
+            "the loss of single rows is NaN or infinite (a statistic over a batch of one, say): such "
+            "rows count as zero in training, so compute each row's loss from that row."
+        )
 
 
 @torch.no_grad()

@@ -233,43 +233,72 @@ def _decoder_inputs(base: Any, labels: Tensor) -> Tensor:
     return shifted
 
 
-class OwnLoss:
-    """The loss that the model itself returns for a batch of one, one example after the other.
+class OneRowLoss:
+    """A loss of batches, asked for one row at a time: so each example's is a function of it alone.
 
-    Fits any head whose forward returns a loss, whatever its labels are. Slower than an objective that
-    takes a batch at once, and not for `dp-sgd` and `dp-adamw` with per-example gradients.
+    Slower than an objective that takes a batch at once. The gradients of `dp-sgd` and `dp-adamw` take a
+    backward pass a row.
+
+    Args:
+      loss: (model, inputs of one row) -> one floating number.
+      name: what errors call it.
+      holder: whose attributes the loss may write to; None for its own.
     """
 
     single_pass: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        loss: Callable[[nn.Module, dict[str, Any]], Any],
+        name: str,
+        holder: object = None,
+    ) -> None:
+        self.loss, self.__name__, self.holder = loss, name, holder
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Losses of the examples, each by itself.
 
         Args:
-          model, inputs: what its forward takes, labels included; tensors and lists of B examples.
+          model, inputs: what the loss takes, labels included; tensors and lists of B examples.
 
         Returns:
           `[B]` float32.
 
         Raises:
-          ValueError: the model returns no loss.
+          ValueError: the loss of one row is no floating number.
         """
         count, given = batch_size(inputs), {k: v for k, v in inputs.items() if v is not None}
         rows = [{k: v[i : i + 1] for k, v in given.items()} for i in range(count)]
-        losses = []
-        for row in rows:
-            outputs = model_outputs(model, row)
-            loss = outputs[0] if isinstance(outputs, tuple) else outputs.get("loss")
-            if loss is None:
-                raise ValueError(
-                    f"{type(base_model(model)).__name__} returns no loss for {sorted(row)}: give it the "
-                    "labels that it takes, or pass your own compute_per_example_loss."
-                )
-            losses.append(loss.float().mean())
+        losses = [self._number(self.loss(model, row)) for row in (rows if count != 1 else [given])]
         return torch.stack(losses) if losses else torch.zeros(0)
 
+    def _number(self, loss: object) -> Tensor:
+        """The loss as float32 `[]`."""
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+            return loss.float().reshape(())
+        kind = (
+            f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        )
+        raise ValueError(
+            f"{self.__name__} returned {kind} for one row: return one floating number, such as a mean "
+            "over the row's tokens."
+        )
 
-own_loss_objective = OwnLoss()
+
+def _returned_loss(model: nn.Module, row: Inputs) -> Tensor:
+    """The loss that the model's forward returns."""
+    outputs = model_outputs(model, row)
+    loss = outputs[0] if isinstance(outputs, tuple) else outputs.get("loss")
+    if loss is None:
+        raise ValueError(
+            f"{type(base_model(model)).__name__} returns no loss for {sorted(row)}: give it the "
+            "labels that it takes, or pass your own compute_per_example_loss."
+        )
+    return loss.float().mean()
+
+
+own_loss_objective = OneRowLoss(_returned_loss, "own_loss_objective")
+"""The loss that the model itself returns, for any head whose forward returns one."""
 
 _ENDS: dict[PerExampleLoss, tuple[str, ...]] = {
     sequence_classification_objective: (

@@ -105,7 +105,7 @@ class PlainGradients:
 class GroupMeans:
     """The mean gradient of each group of examples, weighted and summed (averaged clipping).
 
-    One ordinary backward pass a microbatch: no per-example gradients.
+    One ordinary backward pass a microbatch: no per-example gradients, unless an example is a group.
 
     Args:
       plain: sums gradients.
@@ -115,12 +115,15 @@ class GroupMeans:
         self.plain, self.model, self.parameters = plain, plain.model, plain.parameters
 
     def weighted_sum(
-        self, groups: Sequence[Sequence[Microbatch]], weigh: Callable[[Tensor], Tensor]
+        self,
+        groups: Sequence[Sequence[Microbatch] | Microbatch],
+        weigh: Callable[[Tensor], Tensor],
     ) -> tuple[list[Tensor], Tensor]:
         """Sums the groups' mean gradients m_j.
 
         Args:
-          groups: the microbatches of each group that was sampled; none gives zeros.
+          groups: the microbatches of each group that was sampled, or the one that it has; none gives
+            zeros.
           weigh: norm [1] of a mean -> w [1]. A mean that is not finite counts as zero.
 
         Returns:
@@ -128,7 +131,8 @@ class GroupMeans:
         """
         totals = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
         norms = [torch.zeros(0)]
-        for parts in groups:
+        for group in groups:
+            parts = [group] if isinstance(group, Mapping) else group
             mean, _ = self.plain.weighted_sum(parts, weigh)
             count = sum(num_examples(part) for part in parts)
             flat = [row_norms(m.view(1, -1)) for m in mean]

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+from hf_dpzero.checks.overrides import own_loss_name
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss
@@ -79,13 +80,14 @@ def load_inputs(
     if prepares_itself(kind):
         return model, None
     _check_kinds(kind, model, {**settings, "compute_per_example_loss": own_loss})
+    has_loss = own_loss is not None or bool(own_loss_name(kind, settings))
     peft_config = settings.pop("peft_config", None)
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
         if settings.get("processing_class") is None:
             with contextlib.suppress(OSError, ValueError):  # the folder has none
                 settings["processing_class"] = transformers.AutoProcessor.from_pretrained(name)
-        model = load_named(name, args.seed, own_loss is not None)
+        model = load_named(name, args.seed, has_loss)
     if peft_config is not None:
         model = with_adapter(model, peft_config, args.seed)
     texts = TextRows(

@@ -19,6 +19,7 @@ from hf_dpzero.batches.logical_batch import LogicalBatch
 from hf_dpzero.batches.shapes import PassShapes, stacked
 from hf_dpzero.checks import passes
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
+from hf_dpzero.checks.data import of_first_row
 from hf_dpzero.checks.passes import blank_microbatch, invented_rows, smallest_clip_and_scale
 from hf_dpzero.checks.precision import keep_layout_, low_precision
 from hf_dpzero.checks.processes import check_strategy, check_weights
@@ -39,7 +40,12 @@ from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
 from hf_dpzero.objectives.heads import select_objective, smoothed
-from hf_dpzero.objectives.losses import PaddedMicrobatch, PerExampleLoss, is_compiled
+from hf_dpzero.objectives.losses import (
+    PaddedMicrobatch,
+    PerExampleLoss,
+    is_compiled,
+    single_pass,
+)
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
@@ -259,6 +265,11 @@ class FirstOrderMethod:
         if args.not_private or args.clipping == "averaged":
             plain = PlainGradients(model, objective)
             return GroupMeans(plain) if args.clipping == "averaged" else plain
+        if not single_pass(objective):  # passes of one row, each its own group
+            by_row = GroupMeans(PlainGradients(model, objective))
+            with isolated_randomness(), of_first_row("differentiated"):
+                by_row.weighted_sum([self.run.rows.collate_rows([0])], torch.ones_like)
+            return by_row
         if is_compiled(model):
             raise ValueError(
                 f"method={args.method!r} takes per-example gradients by hooks, which compiled code does "

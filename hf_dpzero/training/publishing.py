@@ -17,6 +17,7 @@ from transformers.utils import logging
 from hf_dpzero.batches.logical_batch import StepBatches
 from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.checks.model import SavedBesides
+from hf_dpzero.checks.overrides import loss_by_row
 from hf_dpzero.estimators.arithmetic import uncached_autocast, uncompiled
 from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.ledger.log_file import LedgerError
@@ -243,7 +244,7 @@ class PublishingTrainer(Trainer):
         batch = self._prepare_inputs(dict(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             if not isinstance(objective, PromptObjective):
-                losses_of = objective or select_objective(model)
+                losses_of = objective or loss_by_row(self) or select_objective(model)
                 losses, predictions = losses_of(model, batch), None
             else:
                 predictions = None if prediction_loss_only else objective.predict(model, batch)

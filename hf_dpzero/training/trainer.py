@@ -19,7 +19,12 @@ from transformers.utils import logging
 from hf_dpzero.batches.logical_batch import LogicalBatch, Rows, StepBatches, StepSampler
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks.model import SavedBesides, check_placement
-from hf_dpzero.checks.overrides import refuse_overrides, warn_of_unused
+from hf_dpzero.checks.overrides import (
+    loss_by_row,
+    own_loss_name,
+    refuse_overrides,
+    warn_of_unused,
+)
 from hf_dpzero.checks.processes import check_agreement, check_weights
 from hf_dpzero.estimators.arithmetic import unwrapped
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -136,7 +141,7 @@ class DPZeroMixin(PublishingTrainer):
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             check_placement(model)
             model = unwrapped(model)
-            if own_loss is None:
+            if own_loss is None and not own_loss_name(type(self), settings):
                 select_objective(model)  # refuses a head without an objective
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
@@ -146,7 +151,7 @@ class DPZeroMixin(PublishingTrainer):
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = own_loss
         refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
-        warn_of_unused(type(self), self.args, self.per_example_loss)
+        warn_of_unused(self, self.per_example_loss)
         seed = args.testing.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self._method_state: Mapping[str, Any] | None = None
@@ -217,7 +222,7 @@ class DPZeroMixin(PublishingTrainer):
             check_evaluation_rows=lambda: self.refuse_private(self.eval_dataset),
             readers=lambda: [self, *self.callback_handler.callbacks],
             decayed=lambda: self.get_decay_parameter_names(self.model),
-            objective=self.per_example_loss,
+            objective=self.per_example_loss or loss_by_row(self),
             tokenizer=self.processing_class,  # type: ignore[arg-type]
             longest_row=self.longest_row or (self.args.max_length if texts else None),
             examples_known=texts is not None and texts.examples,

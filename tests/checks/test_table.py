@@ -65,6 +65,16 @@ def coupled(net: nn.Module, inputs: Any) -> torch.Tensor:
     return losses + losses.mean()
 
 
+class Remembering:
+    """A loss that grows with the rows that it saw."""
+
+    seen = 0
+
+    def __call__(self, net: nn.Module, inputs: Any) -> torch.Tensor:
+        self.seen += 1
+        return net(**{**inputs, "labels": None}).logits[:, 0] * self.seen
+
+
 def infinite(net: nn.Module, inputs: Any) -> torch.Tensor:
     return net(**{**inputs, "labels": None}).logits[:, 0] * torch.inf
 
@@ -110,6 +120,7 @@ REFUSED: dict[str, tuple[Made, str]] = {
         "microbatch_size=4",
     ),
     "attention that remembers": (run_of(lambda: with_rope("dynamic")), "remembers"),
+    "memory of rows": (run_of(loss=Remembering(), microbatch_size=1), "before and after"),
     "row 0": (run_of(loss=summed), "one loss per example|per-example|for each example"),
     "collator": (run_of(collator=joined), "examples became"),
     "neighbours and places": (run_of(loss=coupled), "other examples"),

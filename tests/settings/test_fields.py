@@ -277,7 +277,9 @@ def test_label_smoothing_is_hugging_faces_within_each_example():
         classification_losses(logits[:, 0, :1], labels[:, 0].float(), label_smoothing=0.2)
     assert smoothed(masked_lm_objective, 0.0) is masked_lm_objective
     assert smoothed(masked_lm_objective, 0.2).keywords == {"label_smoothing": 0.2}
-    with pytest.raises(ValueError, match="label_smoothing_factor=0.2 has no effect on OwnLoss"):
+    with pytest.raises(
+        ValueError, match="label_smoothing_factor=0.2 has no effect on own_loss_objective"
+    ):
         smoothed(own_loss_objective, 0.2)
 
 

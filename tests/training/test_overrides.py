@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_runs import build, config, tiny_data, tiny_model
+from tiny_runs import build, config, same, tiny_data, tiny_model, weights
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import Trainer, default_data_collator
 
@@ -55,33 +55,124 @@ def test_methods_that_are_shadowed_are_named(tmp_path, caplog):
     assert "not used by Joint: Theirs.training_step (write the loss as" in caplog.text
 
 
-def test_a_loss_that_would_not_be_trained_on_is_refused(tmp_path, caplog):
-    class Mine(DPZeroTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
+def losses_of(model, inputs) -> torch.Tensor:
+    logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+    return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
 
-    class Theirs(Trainer):
-        compute_loss = Mine.compute_loss
 
-    def loss(model, inputs):
-        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
-        return torch.nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+class Mine(DPZeroTrainer):
+    """A script's own loss, a mean over the rows of a batch."""
 
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert num_items_in_batch is None or not self.is_in_train
+        return self.of_row(losses_of(model, inputs).mean(), model, num_items_in_batch)
+
+    def of_row(self, loss, model, items):
+        return 2 * loss
+
+
+Theirs = type("Theirs", (Trainer,), {"compute_loss": Mine.compute_loss, "of_row": Mine.of_row})
+
+
+def doubled(outputs, labels, num_items_in_batch=None) -> torch.Tensor:
+    assert num_items_in_batch is None
+    return 2 * torch.nn.functional.cross_entropy(outputs.logits, labels)
+
+
+@pytest.mark.parametrize("method", ["dpzero", "mezo", "dp-sgd"])
+def test_a_scripts_own_loss_is_trained_on_one_row_at_a_time(tmp_path, caplog, method):
+    """As twice each row's loss is, which no built-in objective gives."""
+    settings = {"method": method, "max_steps": 2, "microbatch_size": 1}
+    own = {"compute_per_example_loss": lambda model, inputs: 2 * losses_of(model, inputs)}
+    expected = build(tmp_path / "expected", trainer_settings=own, **settings)
+    expected.train()
+    assert "one row at a time" not in caplog.text
     beneath = type("Joint", (DPZeroTrainer, Theirs), {})
-    for kind, name in ((Mine, "Mine"), (beneath, "Theirs")):
-        words = (
-            rf"{name}.compute_loss returns one number.*pass compute_per_example_loss, a function"
-        )
-        with pytest.raises(ValueError, match=words):
-            made(kind, tmp_path)
-    with pytest.raises(
-        ValueError, match="compute_loss_func returns one number .*compute_per_example"
-    ):
-        build(tmp_path, trainer_settings={"compute_loss_func": print})
-    own = {"compute_per_example_loss": loss}
+    cases = [
+        (Mine, {}, "Mine.compute_loss"),
+        (beneath, {}, "Theirs.compute_loss"),
+        (DPZeroTrainer, {"compute_loss_func": doubled}, "compute_loss_func"),
+    ]
+    for number, (kind, given, name) in enumerate(cases if method == "dpzero" else cases[:1]):
+        caplog.clear()
+        trainer = made(kind, tmp_path / str(number), given, **{**settings, "microbatch_size": 8})
+        trainer.train()
+        words = f"{name} is evaluated on one row at a time, with num_items_in_batch=None"
+        assert caplog.text.count(words) == 1
+        for key, weight in weights(expected.model).items():
+            torch.testing.assert_close(weights(trainer.model)[key], weight, rtol=1e-4, atol=1e-6)
+        if method == "dpzero":  # the same passes, so the same bits
+            assert same(weights(trainer.model), weights(expected.model))
+
+
+SEEN: list[float] = []
+
+
+class Refused:
+    """What `of_row` makes of a loss, by what the refusal says of it."""
+
+    @staticmethod
+    def wrote_to_seen(self, loss, model, items):
+        self.seen = [*getattr(self, "seen", []), float(loss)]
+        return loss
+
+    @staticmethod
+    def wrote_to_SEEN(self, loss, model, items):
+        SEEN.append(float(loss))
+        return loss
+
+    @staticmethod
+    def wrote_to_mean(self, loss, model, items):
+        self.mean = 0.9 * getattr(self, "mean", 0.0) + 0.1 * loss.detach()
+        return loss - self.mean
+
+    @staticmethod
+    def before_and_after_another_example(self, loss, model, items):
+        return loss + torch.rand((), generator=self.generator)  # a library's: not looked into
+
+    @staticmethod
+    def compute_loss_logs_what_it_computes_of_a_private_row(self, loss, model, items):
+        self.log({"my_loss": float(loss)})
+        return loss
+
+    @staticmethod
+    def waits_for_other_processes(self, loss, model, items):
+        return self.accelerator.gather(loss).mean()
+
+    @staticmethod
+    def compute_loss_returned_NoneType_for_one_row(self, loss, model, items):
+        return None
+
+    @staticmethod
+    def returned_torch_float32_2_for_one_row(self, loss, model, items):
+        return torch.stack([loss, loss])
+
+    @staticmethod
+    def fails_for_one_row_with_num_items_in_batch_None(self, loss, model, items):
+        return loss / items
+
+    @staticmethod
+    def is_NaN_or_infinite(self, loss, model, items):
+        return loss / loss.view(1).std()  # a statistic over a batch of one
+
+
+@pytest.mark.parametrize("words", [name for name in vars(Refused) if not name.startswith("__")])
+def test_a_loss_of_more_than_its_row_is_refused(tmp_path, words):
+    kind = type(
+        "Mine", (Mine,), {"of_row": vars(Refused)[words].__func__, "generator": torch.Generator()}
+    )
+    trainer = made(kind, tmp_path)
+    SEEN.clear()
+    with pytest.raises(ValueError, match=words.replace("_", ".*")):
+        trainer.train()
+    assert trainer.trajectory is None
+
+
+def test_a_per_example_loss_goes_before_ones_own(tmp_path, caplog):
+    own = {"compute_per_example_loss": losses_of}
     made(Mine, tmp_path, own)
     build(tmp_path, trainer_settings={**own, "compute_loss_func": print})
-    assert "not used" not in caplog.text
+    assert "not used" not in caplog.text and "one row" not in caplog.text
     build(tmp_path, trainer_settings=own, label_smoothing_factor=0.1)
     assert "label_smoothing_factor=0.1 (compute_per_example_loss is" in caplog.text
 
@@ -91,8 +182,8 @@ def test_what_is_set_after_the_trainer_was_made_is_refused_when_it_trains(tmp_pa
     parameter = torch.nn.Parameter(torch.zeros(1))
     for number, (change, words) in enumerate(
         [
-            (lambda t: setattr(t, "compute_loss", print), "compute_loss returns one number"),
-            (lambda t: setattr(t, "compute_loss_func", print), "compute_loss_func returns one"),
+            (lambda t: setattr(t, "compute_loss", print), "compute_loss fails for one row"),
+            (lambda t: setattr(t, "compute_loss_func", print), "compute_loss_func fails for one"),
             (lambda t: setattr(t, "optimizer", torch.optim.SGD([parameter])), "optimizer SGD with"),
             (lambda t: setattr(t.args, "gradient_accumulation_steps", 4), "gradient_accumulation"),
             (lambda t: setattr(t.args, "auto_find_batch_size", True), "would repeat steps"),
@@ -113,7 +204,7 @@ def test_a_scheduler_that_is_set_after_the_trainer_was_made_is_followed(tmp_path
 
 
 def test_a_given_per_example_loss_is_trained_on_and_ones_own_loss_evaluates(tmp_path):
-    class Mine(DPZeroTrainer):
+    class Sevens(DPZeroTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, **settings):
             outputs = model(**inputs)
             loss = outputs.loss * 0 + 7
@@ -122,7 +213,7 @@ def test_a_given_per_example_loss_is_trained_on_and_ones_own_loss_evaluates(tmp_
     def loss(model, inputs):
         return model(**inputs).logits[:, 0]
 
-    trainer = made(Mine, tmp_path, {"compute_per_example_loss": loss}, max_steps=1)
+    trainer = made(Sevens, tmp_path, {"compute_per_example_loss": loss}, max_steps=1)
     trainer.train()
     assert trainer.per_example_loss is loss and trainer.trajectory.next_step == 1
     assert trainer.evaluate()["eval_loss"] == pytest.approx(7)
