@@ -215,10 +215,15 @@ class Trajectory:
         ]
         if changed:
             lines = "\n".join(changed)
+            longer = (now.get("plan.steps") or 0) > (own.get("plan.steps") or 0)
+            more = (
+                f" (extends_run={str(path.parent)!r} trains on, and adds up both)" if longer else ""
+            )
             raise LedgerError(
                 f"{path} belongs to a run with other settings (its own -> this run's):\n{lines}\n"
                 "A ledger continues only under the plan it was started with: put the values on the left "
-                "back to resume, or train into a new output_dir, which spends a budget of its own."
+                "back to resume, or train into a new output_dir, which spends a budget of its own"
+                f"{more}."
             )
 
     def close(self) -> None:

@@ -211,9 +211,18 @@ def push(
 
 def _read_run(source: Path) -> tuple[PrivacyReport, Trajectory]:
     """Reads report and trajectory, compares them, and derives the report's words from its numbers."""
+    from hf_dpzero.ledger.trajectory import LEDGER_NAME
+
     for name in (REPORT_FILE, RESULTS_FILE, RECIPE_FILE):  # written anew from what they say
         if os.path.lexists(source / name):
             _check_plain(source / name)
+    unsaved = [name for name in (REPORT_FILE, TRAJECTORY_FILE) if not (source / name).exists()]
+    if unsaved and (source / LEDGER_NAME).exists():
+        raise FileNotFoundError(
+            f"{source / unsaved[0]} is missing: the run there ended before its model was saved. Resume "
+            "it first (--resume_from_checkpoint, or train(resume_from_checkpoint=True) and "
+            "save_model()), or push one of its checkpoints."
+        )
     if not (source / REPORT_FILE).exists():
         raise FileNotFoundError(
             f"{source / REPORT_FILE} is missing, so nothing can be said about privacy: "

@@ -12,13 +12,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers.utils import logging
 
 from hf_dpzero.batches.shapes import forward_passes
 from hf_dpzero.ledger.digests import digest_model, state_digest
-from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.log_file import LedgerError, split_header
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError, compare
@@ -46,6 +46,9 @@ from hf_dpzero.run_folder.checkpoints import (
     read_state,
     way_out,
 )
+
+if TYPE_CHECKING:
+    from hf_dpzero.settings.config import DPZeroConfig
 
 logger = logging.get_logger(__name__)
 
@@ -92,6 +95,25 @@ def checkpoint_of(output_dir: Path, resume: str | bool | None) -> str | None:
             "killed before it had a ledger released nothing; start it without resume_from_checkpoint."
         )
     return None
+
+
+def keep_batch_size(args: DPZeroConfig) -> None:
+    """Puts back B of the ledger where it was made for another number of processes than these.
+
+    Args:
+      args: of a run that resumes; changed where gradient accumulation made its expected_batch_size.
+    """
+    path = Path(str(args.output_dir)) / LEDGER_NAME
+    if not args.accumulated_rows or not path.is_file():
+        return
+    header, _ = split_header(path.read_bytes(), path)
+    began = PrivacyPlan.from_dict(header["plan"]).sampler.expected_batch_size
+    if began != args.expected_batch_size and began % args.accumulated_rows == 0:
+        logger.warning_once(
+            f"expected_batch_size stays {began:g}, as this run began, on "
+            f"{began / args.accumulated_rows:g} processes."
+        )
+        args.expected_batch_size = began
 
 
 def ledger_header(run: Run) -> dict[str, Any]:

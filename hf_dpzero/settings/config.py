@@ -76,6 +76,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         return values
 
     trains_privately = False  # DPZeroMixin.train sets it while it runs
+    accumulated_rows = 0  # of a process, where expected_batch_size was made of accumulation
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """As in TrainingArguments. Every Trainer asks for it when its training starts.

@@ -107,6 +107,7 @@ def take_accumulation(config: DPZeroConfig) -> str:
         )
         return f"gradient_accumulation_steps={times} has no effect: {given} is the batch of a step."
     processes = int(os.environ.get("WORLD_SIZE", "1"))  # of the launcher, before devices are set up
+    config.accumulated_rows = rows * times
     config.expected_batch_size = float(rows * times * processes)
     return (
         f"gradient_accumulation_steps={times}: a step's batch is expected_batch_size={rows} x {times} x "

@@ -133,7 +133,9 @@ def _check_before(path: Path, kind: str) -> None:
                     f"{path}: line 1 names the column {twice[0]!r} more than once; rename or drop one."
                 )
             if any(names) and not any(lines):
-                raise ValueError(f"{path} has no rows: line 1 names the columns, and no line follows.")
+                raise ValueError(
+                    f"{path} has no rows: line 1 names the columns, and no line follows."
+                )
     with path.open("rb") as file:
         if kind == "json" and file.peek(2)[:2] != b"\x1f\x8b":  # those of a compressed file
             for number, line in enumerate(file, start=1):

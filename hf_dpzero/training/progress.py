@@ -5,11 +5,12 @@ The bar's times stay on the training machine (docs/privacy.md, "Threat model"); 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -174,6 +175,27 @@ def replace_progress(handler: CallbackHandler, args: TrainingArguments) -> None:
     if args.disable_tqdm or any(issubclass(kind, shown) for kind in kinds):
         return
     handler.add_callback(notebook_progress()() if in_notebook else PrivacyProgressCallback())
+
+
+@contextlib.contextmanager
+def finished(run: Run) -> Iterator[None]:
+    """Says that a resumed run is finished; inside, Trainer does not say that its data are empty."""
+    if run.args.should_log:
+        logging.getLogger(__name__).warning(
+            f"this run is finished: {run.output_dir} holds all {run.plan.steps} steps of it, and "
+            "nothing more is sampled or paid. extends_run, in a new output_dir, trains on and "
+            "adds up both budgets."
+        )
+
+    def other(record: logging.LogRecord) -> bool:
+        return "single sample in your epoch_iterator" not in record.getMessage()
+
+    theirs = logging.getLogger(hf_trainer.__name__)
+    theirs.addFilter(other)
+    try:
+        yield
+    finally:
+        theirs.removeFilter(other)
 
 
 class RunCallback(TrainerCallback):

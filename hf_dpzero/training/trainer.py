@@ -43,7 +43,12 @@ from hf_dpzero.reporting.provenance import base_origins, earlier_runs, header_en
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
-from hf_dpzero.run_folder.folder import checkpoint_of, ledger_header, start_or_resume
+from hf_dpzero.run_folder.folder import (
+    checkpoint_of,
+    keep_batch_size,
+    ledger_header,
+    start_or_resume,
+)
 from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import copied, learning_rate, rate_hint, resolve
@@ -287,8 +292,10 @@ class DPZeroMixin(PublishingTrainer):
         collectives.control_group(float(self.args.ddp_timeout))
         if self.trajectory is None:
             self._given_scheduler = self.lr_scheduler
-        run = self._new_run()
         resume = checkpoint_of(self.output_dir, resume_from_checkpoint)
+        if resume_from_checkpoint:
+            keep_batch_size(self.args)
+        run = self._new_run()
         settle_offloaded(self.model)
         self._besides = SavedBesides(self.model)
         if run.plan.groups is not None:
@@ -328,6 +335,8 @@ class DPZeroMixin(PublishingTrainer):
         self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
         self._keys = open_keys(run)
         run.step_noise = noise_of_steps(run.plan, run.noise, self._keys)
+        if resumes and run.opened.next_step == run.plan.steps:
+            run.resources.enter_context(progress.finished(run))
         self._banner.run = run
         self.watch.open(run)
         self.args.trains_privately = True
