@@ -98,6 +98,28 @@ def check_all_kept(given: object, prepared: object) -> None:
         )
 
 
+def check_labels(dataset: object) -> None:
+    """Refuses labels that are missing or not finite, stored as numbers in a `datasets.Dataset`.
+
+    The loss of such a row is NaN, which counts as zero, or stops the run when the row is drawn.
+
+    Raises:
+      ValueError: names the first row.
+    """
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        return
+    for name in {"labels", "label"} & set(dataset.column_names):
+        column = dataset.select_columns([name]).with_format("arrow")[:][name]
+        if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+            continue
+        finite = pc.fill_null(pc.is_finite(column.cast(pa.float64(), safe=False)), False)
+        if (row := pc.index(finite, False).as_py()) >= 0:
+            raise ValueError(
+                f"row {row} of train_dataset has no finite number as its {name}, so it has no loss: "
+                "give it one, or leave such rows out."
+            )
+
+
 @contextlib.contextmanager
 def of_first_row(done: str) -> Iterator[None]:
     """Says of an error that nothing else has words for that row 0 cannot be trained on, and why.

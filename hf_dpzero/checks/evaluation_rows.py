@@ -72,7 +72,7 @@ class PrivateRows:
     def refuse(self, evaluation: object) -> None:
         """Refuses evaluation data that holds private rows; warns where a few may be chance.
 
-        Neither the refusal nor the warning says how many rows they are, or which.
+        Neither the refusal nor the warning says how many of these rows there are, or which.
 
         Args:
           evaluation: a data set, a stream, a dictionary of them, or None. Of a stream the first 10,000
@@ -104,9 +104,10 @@ class PrivateRows:
                 rows = list(itertools.islice(evaluation, STREAMED))
             share = self._share(rows, self.dataset)
         if share > 0:
-            logger.warning(
-                "some rows of the evaluation data also occur in train_dataset. That is sound where both "
-                "come from public text that repeats itself; if they are private rows, remove them."
+            logger.warning_once(  # of one data set: texts are compared, and then their tokens
+                f"some of the {len(rows)} rows of the evaluation data also occur in train_dataset. That "
+                "is sound where both come from public text that repeats itself; if they are private, "
+                "remove them."
             )
         self._passed.append((evaluation, count))
 

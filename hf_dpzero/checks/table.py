@@ -76,6 +76,7 @@ CHECKS: tuple[Check, ...] = (
           model.check_kernels_are_fixed, ("args.device.type",)),
     Check("unit of privacy", "objective", "private", data.check_unit),
     Check("lengths", "objective", "always", data.check_lengths),
+    Check("labels", "objective", "always", data.check_labels, ("dataset",)),
     Check("memory of rows", "passes", "private", passes.check_memory, passes=3),
     Check("row 0", "passes", "always", passes.check_first_row, passes=1),
     Check("collator", "passes", "always", passes.check_collator),

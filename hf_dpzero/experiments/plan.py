@@ -124,8 +124,8 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     if here is not None:
         if given is not None and given != here.train:
             raise ValueError(
-                f"num_examples={given}, but the recipe's data is here and has {here.train} training rows: "
-                "leave --num_examples out, or change the data settings."
+                f"num_examples={given}, but the recipe's data is here and has {here.train} training "
+                "rows: leave --num_examples out, or change the data settings."
             )
         return here
     per_class, most = data.num_examples_per_class, data.max_train_samples

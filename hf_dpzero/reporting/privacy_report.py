@@ -39,6 +39,7 @@ from hf_dpzero.reporting.wording import (
     round_up,
     statement,
     tuning_words,
+    weak_claims,
     why_not_private,
 )
 
@@ -382,6 +383,7 @@ class PrivacyReport:
         shipped = (
             "" if self.shipped_step is None else f"; the weights are of step {self.shipped_step}"
         )
+        weak = weak_claims(asdict(self)) if self.private else {}
         return [
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", mechanism),
@@ -395,6 +397,7 @@ class PrivacyReport:
             *([("processes", f"{self.processes} at the start")] if self.processes else []),
             ("tuning", tuning_words(self.tuning)),
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
+            *([("says little", "; ".join(weak))] if weak else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
         ]
 

@@ -309,13 +309,45 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
         for part in earlier
         if part["steps"] < part["planned_steps"]
     ]
-    if facts["private"] and facts["delta"] * facts["num_examples"] > 1:
-        own.append(
-            f"delta = {delta_words(facts['delta'])} is above 1/n = "
-            f"{number(1 / facts['num_examples'])}: the definition then allows a mechanism that "
-            "publishes a random example."
+    weak = weak_claims(facts).values() if facts["private"] else ()
+    return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own, *weak]
+
+
+def weak_claims(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Says in few words, and in a sentence, why a claim that holds says little; {} of others.
+
+    Args:
+      facts: of a private run's report: epsilon, delta, num_examples, sampling_probability,
+        planned_steps, and parts, which a run that extends none has not.
+    """
+    epsilon, delta, n = facts["epsilon"], facts["delta"], facts["num_examples"]
+    found, part = {}, facts["sampling_probability"] * facts["planned_steps"]
+    if epsilon > LARGE_EPSILON:
+        found[f"epsilon above {LARGE_EPSILON}"] = (
+            f"epsilon = {round_up(epsilon)} is above {LARGE_EPSILON}: one example may change the "
+            "odds of an outcome by a factor of e^epsilon, 4.8e8 and more, which rules out little."
         )
-    return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own]
+    if delta * n >= 1:
+        found["delta not below 1/n"] = (
+            f"delta = {delta_words(delta)} is not below 1/n = {number(1 / n)}: the definition then "
+            "allows a mechanism that publishes a random example. Choose delta well below 1/n."
+        )
+    if part < delta and not facts["parts"]:
+        found["q T below delta"] = (
+            f"q T = {number(part)} is below delta = {delta_words(delta)}: an example takes part in the "
+            "run with no larger probability, so that a run without any noise would satisfy the "
+            "definition too."
+        )
+    if n < FEW:
+        found[f"n below {FEW}"] = (
+            f"n = {n} is below {FEW}: noise that hides one of so few examples hides what they have in "
+            "common too."
+        )
+    return found
+
+
+LARGE_EPSILON, FEW = 20, 100
+"""Above this epsilon, and below this many examples, a claim says little."""
 
 
 _CHAIN_CAVEAT = (

@@ -23,7 +23,7 @@ from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.nested import ADAMW, FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
 from hf_dpzero.settings.plan_of import groups_of, plan_of, sampler_of
 from hf_dpzero.settings.schedules import factors_of
-from hf_dpzero.settings.setting import out_of_range, ranges_of, refuse
+from hf_dpzero.settings.setting import describe, out_of_range, ranges_of, refuse
 
 logger = logging.get_logger(__name__)
 
@@ -31,16 +31,20 @@ FINEST_SMOOTHING = 1e-6
 """Below it, rounding in float32 is a large part of a finite difference."""
 
 
+LARGEST_CHANGE = 20.0
+"""Of a loss along a perturbation: more is no bound at all."""
+
+
 @dataclass
 class DPZeroConfig(OwnFields, TrainingArguments):
-    """Arguments of `DPZeroTrainer`: everything `TrainingArguments` has, and `OwnFields`.
+    """Arguments of `DPZeroTrainer`: everything `TrainingArguments` has, and the fields listed here.
 
     Either `target_epsilon` (the noise is calibrated) or `noise_multiplier` (the epsilon is
     reported) must be given, unless the method is not private (mezo, sgd, adamw).
 
     Raises:
-      ValueError: lists all values that are out of range; where none is, all that do not go together
-        or cannot be accounted.
+      ValueError: lists all that is refused; what does not go together or cannot be accounted only where
+        all values are in range.
     """
 
     def __post_init__(self) -> None:
@@ -49,12 +53,13 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         accumulated = take_accumulation(self)
         fill_in(self)
         parts = [("", self), *((f"{name}.", getattr(self, name)) for name in NESTED)]
-        wrong = (out_of_range(part, ranges_of(part), prefix) for prefix, part in parts)
-        refuse([*chain.from_iterable(wrong), *hf_arguments.wrong_values(self)])
-        warning = hf_arguments.warning(self)
+        ranges = (out_of_range(part, ranges_of(part), prefix) for prefix, part in parts)
+        wrong = [*chain.from_iterable(ranges), *hf_arguments.wrong_values(self)]
+        warning = "" if wrong else hf_arguments.warning(self)
         hf_arguments.put_back(self)
-        # Only of values in range: these compare and multiply them.
-        refuse(chain(self._budget(), self._method(), self._steps(), refused_fields(self)))
+        if not wrong:  # these compare and multiply values
+            wrong = [*self._budget(), *self._method(), *self._steps()]
+        refuse([*wrong, *refused_fields(self)])
         self._warn()
         self.ignore_data_skip = True  # batches are a function of the step: nothing to skip
         if self.method in SGD:
@@ -215,6 +220,13 @@ class DPZeroConfig(OwnFields, TrainingArguments):
                 f"{6e-8 / self.smoothing:.2g}, and weights near 1 may not move at all. Use at least "
                 "1e-5."
             )
+        change = 2 * self.clip * self.smoothing
+        if change > LARGEST_CHANGE and not self.first_order and not self.not_private:
+            logger.warning(
+                f"clip={self.clip:g} clips no example whose loss changes by less than {change:.3g} "
+                f"between the two ends of a perturbation (2 clip smoothing), and "
+                "noise is proportional to clip: nothing else will be seen. The default is 50."
+            )
 
     @property
     def physical_batch_size(self) -> int:
@@ -231,18 +243,10 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         return steps
 
     def delta(self, num_examples: int) -> float:
-        """target_delta, or 1 / (10 n); warns once when delta is above 1/n."""
-        delta = self.target_delta
-        if delta is None:
-            delta = 0.0 if self.noise_distribution == "laplace" else 0.1 / num_examples
-        if not self.not_private and delta > 1 / num_examples:
-            logger.warning_once(  # once: plan, checks and report each ask for delta
-                "target_delta=%s is above 1/n = %.3g: a mechanism that publishes one example "
-                "outright could satisfy it. Choose delta well below 1/n.",
-                delta,
-                1 / num_examples,
-            )
-        return delta
+        """target_delta, or 1 / (10 n)."""
+        if self.target_delta is not None:
+            return self.target_delta
+        return 0.0 if self.noise_distribution == "laplace" else 0.1 / num_examples
 
     def plan(self, num_examples: int, dimension: int | None = None) -> PrivacyPlan:
         """The privacy plan for a data set, calibrated if a target was given.
@@ -287,3 +291,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
     def optim_name(self) -> str:
         """The optimizer's name as Hugging Face has it, e.g. "adamw_torch"."""
         return str(getattr(self.optim, "value", self.optim))
+
+
+for _kind, _parent in ((DPZeroConfig, OwnFields), *((kind, kind) for kind in NESTED.values())):
+    describe(_kind, _parent)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from transformers.utils import logging
+
 from hf_dpzero.privacy.events import Accountant
 from hf_dpzero.privacy.group_losses import GROUP_LOSSES, BudgetedGroups, GroupLosses, VertexGroups
 from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
@@ -12,12 +14,15 @@ from hf_dpzero.privacy.mechanisms.base import DenseNoise, Relation
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
 from hf_dpzero.reporting.provenance import earlier_plans
+from hf_dpzero.reporting.wording import weak_claims
 from hf_dpzero.settings.defaults import CLASSIC
 from hf_dpzero.settings.schedules import check_steps, factors_of, noise_schedule_of
 from hf_dpzero.settings.setting import settings_of
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
+
+logger = logging.get_logger(__name__)
 
 LEAST_LEFT = 0.01
 """Share of a total epsilon: where earlier runs left less, a run says so."""
@@ -44,6 +49,17 @@ def plan_of(config: DPZeroConfig, num_examples: int, dimension: int | None = Non
         fixed.pop("distribution", None)
         plan = _calibrated(config, num_examples, fixed)
     check_steps(plan)
+    if plan.private:
+        facts = {
+            "epsilon": config.target_epsilon or 0.0,  # of noise that is given the report tells
+            "delta": config.delta(num_examples),
+            "num_examples": num_examples,
+            "sampling_probability": plan.sampler.sampling_probability,
+            "planned_steps": plan.steps,
+            "parts": plan.after,
+        }
+        for sentence in weak_claims(facts).values():
+            logger.warning_once(sentence)
     return plan
 
 

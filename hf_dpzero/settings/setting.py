@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -116,6 +118,14 @@ def settings_of(kind: Any) -> Iterator[tuple[dataclasses.Field[Any], Setting]]:
     for field in dataclasses.fields(kind):
         if isinstance(text := field.metadata.get("help"), _Help):
             yield field, text.setting
+
+
+def describe(kind: type, parent: type) -> None:
+    """Adds a list of the fields that `parent` declares to the docstring of `kind`: what `help` shows."""
+    lines = (f"{field.name}: {field.metadata['help']}" for field, _ in settings_of(parent))
+    fields = (textwrap.fill(line, 96, subsequent_indent="  ") for line in lines)
+    listed = textwrap.indent("\n".join(fields), "  ")
+    kind.__doc__ = f"{inspect.getdoc(kind)}\n\nFields:\n{listed}"
 
 
 def ranges_of(part: Any) -> dict[str, Allowed | tuple[str, ...]]:

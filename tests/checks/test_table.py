@@ -135,6 +135,7 @@ ELSEWHERE = {
     "mixed precision": "test_autocast_around_the_call_is_refused",
     "timed kernels": "test_kernels_that_are_timed_are_refused",
     "unit of privacy": "test_run_clms_blocks_are_not_taken_nor_shipped_for_examples",
+    "labels": "test_a_label_that_is_no_number_is_refused_by_its_row",
     "lengths": "test_a_row_without_positions_is_refused_before_the_first_step",
 }
 """Checks whose runs need processes, devices or long rows: name -> what a test of it is called."""
@@ -191,7 +192,7 @@ def test_checks_are_made_in_their_stage_and_for_their_runs(
     assert made == [c.name for c in CHECKS if c.name not in several | first_order]
     made.clear()
     run_checks(plain.run, "objective")
-    assert made == ["mixed precision", "lengths"]
+    assert made == ["mixed precision", "lengths", "labels"]
 
 
 def test_rows_without_labels_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, base_names, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.reporting.wording import round_up
+from hf_dpzero.reporting.wording import round_up, weak_claims
 
 KEYS = """
     target_epsilon target_delta epsilon planned_epsilon delta accountant neighboring_relation
@@ -212,7 +212,7 @@ def test_caveats_state_what_is_assumed() -> None:
     for assumption in ("Evaluation data", "Hyper-parameter search", "number of training examples"):
         assert assumption in text
     assert "stopped after" not in text
-    assert "1/n" not in text
+    assert "1/n" not in text and "is above 20" not in text and "q T" not in text
 
 
 def test_a_caveat_says_what_places_in_a_forward_pass_may_cost() -> None:
@@ -237,7 +237,30 @@ def test_own_caveats_of_a_method_and_of_a_large_delta() -> None:
     averaged = report(dataclasses.replace(full_batch_plan(), mechanism=grouped))
     assert any("half of the stated noise multiplier" in caveat for caveat in averaged.caveats)
     large = report(full_batch_plan(), delta=0.02)  # n = 100
-    assert any("delta = 0.02 is above 1/n = 0.01" in caveat for caveat in large.caveats)
+    assert any("delta = 0.02 is not below 1/n = 0.01" in caveat for caveat in large.caveats)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"epsilon": 20.1}, "epsilon above 20"),
+        ({"delta": 0.001}, "delta not below 1/n"),  # n = 1000
+        ({"sampling_probability": 1e-8}, "q T below delta"),
+        ({"num_examples": 99}, "n below 100"),
+        ({}, ""),
+        ({"sampling_probability": 1e-8, "parts": [{}]}, ""),  # earlier runs may have drawn it
+    ],
+)
+def test_a_claim_that_says_little_says_so(changed, words):
+    usual = {"epsilon": 20.0, "delta": 1e-5, "num_examples": 1000, "sampling_probability": 0.01,
+             "planned_steps": 100, "parts": []}  # fmt: skip
+    assert list(weak_claims({**usual, **changed})) == ([words] if words else [])
+
+
+def test_a_weak_claim_stands_on_screen_and_among_the_caveats():
+    found = report(full_batch_plan(), delta=0.02)
+    assert "  says little delta not below 1/n" in str(found)
+    assert "says little" not in str(report())
 
 
 @pytest.mark.parametrize("value", [0.0, 1.9981123, 2.0, 0.000123456, 12345.678])

@@ -94,6 +94,15 @@ def test_settings_whose_strategy_is_off_are_named(tmp_path, caplog, monkeypatch,
     assert f"{name}={value!r}" not in caplog.text
 
 
+def test_a_clip_that_clips_nothing_is_named(tmp_path, caplog, monkeypatch):
+    """2 C lambda is the largest change of a loss between the two ends that is not clipped."""
+    monkeypatch.setattr(logging.logging.getLogger("transformers"), "propagate", True)
+    config(tmp_path, clip=1e4, smoothing=1e-3)
+    assert "clips no example" not in caplog.text
+    config(tmp_path, clip=1e12, smoothing=1e-3)
+    assert "changes by less than 2e+09" in caplog.text and "default is 50" in caplog.text
+
+
 def test_a_rate_of_zero_is_named(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.logging.getLogger("transformers"), "propagate", True)
     config(tmp_path, learning_rate=0.0)
@@ -119,10 +128,10 @@ def test_a_refusal_is_one_sentence_to_its_end(tmp_path, settings, message):
 def test_all_that_the_arguments_alone_decide_is_said_at_once(tmp_path):
     """Values out of range first, since the others compare them."""
     wrong = {"seed": -1, "clip": 0.0, "accountant": "gdp", "testing": {"direction_key": -1}}
-    with pytest.raises(ValueError, match=r"^4 settings are refused:\n") as refusal:
-        config(tmp_path, fp16=True, **wrong)
+    with pytest.raises(ValueError, match=r"^5 settings are refused:\n") as refusal:
+        config(tmp_path, debug="x", **wrong)
     names = [line.partition("=")[0] for line in str(refusal.value).split("\n- ")[1:]]
-    assert sorted(names) == ["accountant", "clip", "seed", "testing.direction_key"]
+    assert sorted(names) == ["accountant", "clip", "debug", "seed", "testing.direction_key"]
     clashing = {
         "noise_multiplier": None,
         "clipping": "automatic",
@@ -201,6 +210,18 @@ def rows_with(**columns: Any) -> Dataset:
 def test_rows_that_cannot_be_trained_on_are_refused_before_step_0(tmp_path, rows, message):
     trainer = given(tmp_path, train_dataset=rows())
     with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert not (tmp_path / "trajectory.ledger").exists()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
+def test_a_label_that_is_no_number_is_refused_by_its_row(tmp_path, bad):
+    """Its loss would be NaN, which counts as zero: trained on in silence."""
+    rows = rows_with(labels=lambda i: bad if i == 5 else 0.25 * i)
+    trainer = given(tmp_path, model=tiny_model(num_labels=1), train_dataset=rows)
+    with pytest.raises(
+        ValueError, match="^row 5 of train_dataset has no finite number as its labels"
+    ):
         trainer.train()
     assert not (tmp_path / "trajectory.ledger").exists()
 

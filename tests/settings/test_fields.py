@@ -17,6 +17,7 @@ from hf_dpzero import DPZeroConfig, DPZeroSeq2SeqConfig
 from hf_dpzero.objectives.heads import masked_lm_objective, own_loss_objective, smoothed
 from hf_dpzero.objectives.losses import classification_losses, token_losses
 from hf_dpzero.settings import hf_arguments as fields
+from hf_dpzero.settings.fields import OwnFields
 from hf_dpzero.settings.hf_arguments import FIELDS, NAMES, OTHER, REFUSED, UNUSED, WORKS, use_of
 from hf_dpzero.settings.nested import METHODS, NESTED, NOT_PRIVATE
 from hf_dpzero.settings.setting import settings_of
@@ -291,6 +292,14 @@ def test_a_checkpoint_without_a_schedule_is_not_resumed(tmp_path):
 
 
 # ---- the page
+
+
+def test_help_describes_every_field():
+    for kind, parent in ((DPZeroConfig, OwnFields), *((kind, kind) for kind in NESTED.values())):
+        names = [field.name for field, _ in settings_of(parent)]
+        assert (
+            names and re.findall(r"^  (\w+): ", kind.__doc__.partition("Fields:")[2], re.M) == names
+        )
 
 
 def test_the_page_of_training_arguments_is_up_to_date():

@@ -490,13 +490,13 @@ def test_a_resume_with_another_plan_is_refused(tmp_path, changed, words):
         build(tmp_path, **settings, **changed).train(resume_from_checkpoint=True)
 
 
-def test_delta_above_one_over_n_warns_once(tmp_path, caplog):
+def test_delta_that_is_not_below_one_over_n_warns_once(tmp_path, caplog):
     delta = 0.0502173  # of no other test: what was said is remembered
     trainer = build(tmp_path, target_delta=delta)
     logging.getLogger("hf_dpzero").propagate = True
     with caplog.at_level(logging.WARNING):
         assert trainer.run.delta == trainer.run.delta == trainer.args.delta(120) == delta
-    assert caplog.text.count("above 1/n") == 1
+    assert caplog.text.count("not below 1/n") == 1
 
 
 def test_perturbations_follow_a_replaced_storage():
