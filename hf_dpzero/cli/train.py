@@ -45,8 +45,6 @@ def run_train(arguments: Train) -> None:
     # Alone on a command line it is "true": the last checkpoint.
     resume = {"true": True, "false": None}.get(named.lower(), named)
     folder = recipe.output_dir
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"output_dir={str(folder)!r} is a file; give a folder.")
     # The trainer refuses this too; here it is said before the model and the data are loaded.
     checkpoint_of(folder, resume)
     if resume is None and (folder / LEDGER_NAME).exists():

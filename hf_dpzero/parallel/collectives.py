@@ -12,17 +12,21 @@ and how, and ends the rest.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from transformers.utils import logging
 
 from hf_dpzero.ledger.trajectory import Release, Trajectory
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
+
+logger = logging.get_logger(__name__)
 
 
 class RankError(Exception):
@@ -366,6 +370,13 @@ def check_world(args: DPZeroConfig) -> None:
             f"{args.world_size}: each would take the whole batch, and a row would count once for each. "
             "On a CPU set use_cpu=True and ddp_backend='gloo'; elsewhere make DPZeroConfig before "
             "anything starts torch.distributed."
+        )
+    # `accelerate launch` names a port for several processes also where it then starts one.
+    launched = os.environ.keys() >= {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"}
+    if launched and not active() and "WORLD_SIZE" not in os.environ:
+        logger.warning_once(
+            "accelerate launch was asked for several processes and started this one alone: add "
+            "--multi_gpu, or --config_file for CPUs (docs/how_to/two_gpus.md)."
         )
 
 

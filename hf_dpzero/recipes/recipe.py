@@ -311,7 +311,10 @@ class RecipeParser(HfArgumentParser):
         self.hints: dict[str, Any] = {}
         for owner in dataclass_types:
             hints = typing.get_type_hints(owner)
-            self.hints |= {f.name: hints[f.name] for f in dataclasses.fields(owner) if f.init}
+            for f in dataclasses.fields(owner):
+                if f.init:  # None by default: it is chosen, and has the type of what is chosen
+                    unset = f.default is None
+                    self.hints[f.name] = hints[f.name] | None if unset else hints[f.name]
         for action in self._actions:  # one setting at a time is parsed, and defaults are not ours
             action.required, action.default = False, argparse.SUPPRESS
         self.actions = {a.dest: a for a in self._actions if a.option_strings[0] == f"--{a.dest}"}

@@ -23,7 +23,7 @@ from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.nested import ADAMW, FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
 from hf_dpzero.settings.plan_of import groups_of, plan_of, sampler_of
 from hf_dpzero.settings.schedules import factors_of
-from hf_dpzero.settings.setting import describe, out_of_range, ranges_of, refuse
+from hf_dpzero.settings.setting import describe, out_of_range, ranges_of, refuse, take_numbers
 
 logger = logging.get_logger(__name__)
 
@@ -50,9 +50,11 @@ class DPZeroConfig(OwnFields, TrainingArguments):
     def __post_init__(self) -> None:
         for name, kind in NESTED.items():
             setattr(self, name, kind.read(name, getattr(self, name)))
+        parts = [("", self), *((f"{name}.", getattr(self, name)) for name in NESTED)]
+        for _, part in parts:
+            take_numbers(part)
         accumulated = take_accumulation(self)
         fill_in(self)
-        parts = [("", self), *((f"{name}.", getattr(self, name)) for name in NESTED)]
         ranges = (out_of_range(part, ranges_of(part), prefix) for prefix, part in parts)
         wrong = [*chain.from_iterable(ranges), *hf_arguments.wrong_values(self)]
         warning = "" if wrong else hf_arguments.warning(self)
@@ -67,8 +69,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         if not self.first_order:
             self.max_grad_norm = 0.0  # Trainer would take the norm of gradients that nobody made
         super().__post_init__()
-        # Only now: TrainingArguments reads lr_scheduler_kwargs from JSON.
-        hf_arguments.check_scheduler_settings(self)
         for said in (accumulated, warning):
             if said and self.process_index == 0:
                 logger.warning_once(said)
@@ -189,8 +189,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
 
     def _steps(self) -> Iterator[str]:
         """Says which settings of the steps contradict each other or cannot be read."""
-        if 0 < self.max_steps < self.warmup_steps:
-            yield self._long_warmup(self.max_steps)
         decay = (self.learning_rate or 0.0) * self.weight_decay
         if decay >= 1:
             yield (
@@ -202,13 +200,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             re.compile(self.trainable or "")
         except re.error as error:
             yield f"trainable={self.trainable!r} is no regular expression: {error}."
-
-    def _long_warmup(self, steps: int) -> str:
-        return (
-            f"warmup_steps={self.warmup_steps} is more than the run's {steps} steps, so "
-            "learning_rate would never be reached: lower it, or give a share of the "
-            "steps, e.g. 0.1."
-        )
 
     def _warn(self) -> None:
         if self.learning_rate == 0:
@@ -235,11 +226,15 @@ class DPZeroConfig(OwnFields, TrainingArguments):
 
     def steps(self, num_examples: int) -> int:
         """T: max_steps, or num_train_epochs of ceil(n / B) steps each, as Trainer counts."""
-        if self.max_steps > 0:
-            return int(self.max_steps)
-        steps = math.ceil(self.num_train_epochs * sampler_of(self, num_examples).steps_per_epoch)
+        steps = int(self.max_steps)
+        if steps < 0:
+            epoch = sampler_of(self, num_examples).steps_per_epoch
+            steps = math.ceil(self.num_train_epochs * epoch)
         if self.warmup_steps > steps:
-            raise ValueError(self._long_warmup(steps))
+            logger.warning_once(
+                f"warmup_steps={self.warmup_steps} is more than the run's {steps} steps, so "
+                "learning_rate is never reached: lower it, or give a share of the steps, e.g. 0.1."
+            )
         return steps
 
     def delta(self, num_examples: int) -> float:

@@ -279,8 +279,8 @@ class OwnFields:
     # Publishing
     hub_strategy: str = setting(
         "end",
-        "only 'end': pushes go through the allow list of hub.push",
-        privacy="nothing: any other value is refused",
+        "always 'end': pushes go through the allow list of hub.push",
+        privacy="nothing: what it says has no effect",
     )
     hub_private_repo: bool | None = setting(
         True,

@@ -6,11 +6,14 @@ it was changed. `docs/training_arguments.md` is written from these tables.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import json
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import Seq2SeqTrainingArguments
@@ -114,7 +117,8 @@ _UNUSED = {
     "length_column_name": "batches are not grouped by length",
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": "steps do "
     "not run DistributedDataParallel",
-    "hub_always_push": "nothing is pushed before training ends",
+    "hub_always_push hub_strategy": "nothing is pushed before training ends, and then files of an allow "
+    "list alone",
     "sortish_sampler": "transformers does not read it either",
 }
 _REFUSED = {
@@ -173,15 +177,6 @@ _BY_METHOD = {
         ),
         Use(WORKS),
     ),
-    "hub_strategy": (
-        Use(
-            REFUSED,
-            "would upload output_dir as it is, secrets and all; leave it at 'end', which ships the "
-            "allow list of hf_dpzero.reporting.hub.",
-            where="push_to_hub",
-        ),
-        Use(UNUSED, "push_to_hub is off, and push_to_hub() ships an allow list at the end"),
-    ),
     "fsdp": (
         Use(
             REFUSED,
@@ -222,6 +217,9 @@ _STRATEGIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 """Fields, the setting that they need, and its values where they have an effect."""
 
 
+_CONSTANT = ("constant", "constant_with_warmup")
+"""Schedules that Trainer passes nothing on to."""
+
 _INTERVAL = Allowed(
     "an integer of at least 1, or a share of the steps below 1 (to switch it off, the strategy is 'no')",
     lambda x: 0 < x < 1 or COUNT.holds(x),
@@ -256,24 +254,36 @@ RANGES: Mapping[str, Allowed] = {
 def wrong_values(config: DPZeroConfig) -> Iterator[str]:
     """Says which of Hugging Face's fields are out of range: name, value and what it must be."""
     epochs = {"num_train_epochs": POSITIVE} if config.max_steps == -1 else {}
-    yield from out_of_range(config, {**RANGES, **epochs})
+    # 0 in a strategy that is off says so too, and eval_steps=0 stands for logging_steps.
+    may_be_0 = {"eval_steps", *(name for name, *_ in _without_strategy(config))}
+    ranges = {
+        name: allowed
+        for name, allowed in RANGES.items()
+        if allowed is not _INTERVAL or name not in may_be_0 or getattr(config, name) != 0
+    }
+    yield from out_of_range(config, {**ranges, **epochs})
+    yield from _scheduler_settings(config)
+    folder = Path(config.output_dir if isinstance(config.output_dir, str | os.PathLike) else ".")
+    if file := next(filter(os.path.isfile, (folder, *folder.parents)), None):
+        yield f"output_dir={str(folder)!r}: {str(file)!r} is a file; give a folder."
 
 
-def check_scheduler_settings(config: DPZeroConfig) -> None:
-    """Refuses `lr_scheduler_kwargs` that the scheduler does not take.
-
-    Args:
-      config: a `DPZeroConfig` that Hugging Face's checks have passed.
-
-    Raises:
-      ValueError: names what it takes.
-    """
-    given, kind = config.lr_scheduler_kwargs or {}, SchedulerType(config.lr_scheduler_type)
+def _scheduler_settings(config: DPZeroConfig) -> Iterator[str]:
+    """Says which `lr_scheduler_kwargs` the scheduler does not take, and what it does."""
+    given = config.lr_scheduler_kwargs or {}
+    try:
+        kind = SchedulerType(config.lr_scheduler_type)
+    except ValueError as error:
+        yield f"lr_scheduler_type={config.lr_scheduler_type!r}: {error}."
+        return
+    with contextlib.suppress(json.JSONDecodeError):  # then it is no mapping
+        given = json.loads(given) if isinstance(given, str) else given
     if not isinstance(given, Mapping):
-        raise ValueError(f"lr_scheduler_kwargs={given!r} must be a mapping, {{name: value}}.")
+        yield f"lr_scheduler_kwargs={given!r} must be a mapping, {{name: value}}."
+        return
     # A schedule without a function of its own is Trainer's affair, as is one that takes anything.
     schedule: Any = TYPE_TO_SCHEDULER_FUNCTION.get(kind)
-    if schedule is None or not given:
+    if schedule is None or kind.value in _CONSTANT:
         return
     parameters = inspect.signature(schedule).parameters.values()
     own = ("optimizer", "num_warmup_steps", "num_training_steps")
@@ -282,7 +292,7 @@ def check_scheduler_settings(config: DPZeroConfig) -> None:
         return
     for name in given:
         if name not in takes:
-            raise ValueError(
+            yield (
                 f"lr_scheduler_kwargs has {name!r}, and lr_scheduler_type={kind.value!r} takes "
                 f"{', '.join(takes) or 'nothing'}: leave it out, or choose another schedule."
             )
@@ -291,6 +301,7 @@ def check_scheduler_settings(config: DPZeroConfig) -> None:
 _PUT_BACK: Mapping[str, tuple[Any, str]] = {
     "gradient_accumulation_steps": (1, "would split a logical batch"),
     "auto_find_batch_size": (False, "would repeat steps"),
+    "hub_strategy": ("end", "would upload output_dir as it is, secrets and all"),
     "enable_jit_checkpoint": (
         False,
         "would save in the middle of a step, which is taken twice then",
@@ -389,18 +400,26 @@ def _own_unused(config: DPZeroConfig) -> Iterator[tuple[str, Any, str]]:
                 setting, values = described.needs
                 if operator.attrgetter(setting)(config) not in values:
                     yield prefix + field.name, value, f"it is for {setting}={_one_of(values)}"
-    for names, setting, values in _STRATEGIES:
-        # text as it was given, or the enumeration that TrainingArguments makes of it
-        chosen = getattr(config, setting)
-        if getattr(chosen, "value", chosen) not in values:
-            for name in names.split():
-                if getattr(config, name) not in (None, _DEFAULTS[name]):
-                    yield name, getattr(config, name), f"it is for {setting}={_one_of(values)}"
+    for name, setting, values in _without_strategy(config):
+        if getattr(config, name) not in (None, 0, _DEFAULTS[name]):
+            yield name, getattr(config, name), f"it is for {setting}={_one_of(values)}"
+    schedule = getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type)
+    if schedule in _CONSTANT and config.lr_scheduler_kwargs:
+        yield "lr_scheduler_kwargs", config.lr_scheduler_kwargs, f"{schedule} takes nothing"
     evaluates = getattr(config.eval_strategy, "value", config.eval_strategy) == "steps"
     if evaluates and 0 < config.max_steps < (config.eval_steps or 0):
         yield "eval_steps", config.eval_steps, f"the run has {config.max_steps} steps"
     if config.max_steps > 0 and config.num_train_epochs != _DEFAULTS["num_train_epochs"]:
         yield "num_train_epochs", config.num_train_epochs, "max_steps is set, which goes first"
+
+
+def _without_strategy(config: DPZeroConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """The rows of `_STRATEGIES` that say that a field has no effect, one field each."""
+    for names, setting, values in _STRATEGIES:
+        # text as it was given, or the enumeration that TrainingArguments makes of it
+        chosen = getattr(config, setting)
+        if getattr(chosen, "value", chosen) not in values:
+            yield from ((name, setting, values) for name in names.split())
 
 
 def _one_of(values: Sequence[str]) -> str:

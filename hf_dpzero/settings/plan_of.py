@@ -111,12 +111,20 @@ def extension_warning(plan: PrivacyPlan, target: float | None, delta: float) -> 
 
 
 def sampler_of(config: DPZeroConfig, num_examples: int) -> Sampler:
-    """The sampler of a `DPZeroConfig` for n rows."""
-    full, cap = config.sampling == "full_batch", config.max_batch_size
+    """The sampler of a `DPZeroConfig` for n rows; a B above n is n."""
+    size, cap = config.expected_batch_size, config.max_batch_size
+    if config.sampling == "full_batch":
+        size = num_examples
+    elif size is not None and size > num_examples:
+        logger.warning_once(
+            f"expected_batch_size={size:g} is more than the {num_examples} rows: each step takes "
+            "them all."
+        )
+        size = num_examples
     settings = {
         "name": config.sampling,
         "num_examples": num_examples,
-        "expected_batch_size": num_examples if full else config.expected_batch_size,
+        "expected_batch_size": size,
     }
     return sampler_from_dict(settings | ({} if cap is None else {"max_batch_size": cap}))
 

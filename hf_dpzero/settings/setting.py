@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -131,6 +132,27 @@ def describe(kind: type, parent: type) -> None:
 def ranges_of(part: Any) -> dict[str, Allowed | tuple[str, ...]]:
     """The ranges and words that a dataclass's fields allow, by name."""
     return {f.name: s.allowed for f, s in settings_of(part) if s.allowed is not None}
+
+
+def take_numbers(part: Any) -> None:
+    """Makes Python's numbers of those of numpy, and of texts, in the numeric fields of a dataclass.
+
+    A script that reads its settings by YAML 1.1 has 1e-4 as a text. A text that is no number stays.
+    """
+    for field in dataclasses.fields(part):
+        kinds = set(re.findall(r"\w+", str(field.type)))
+        if field.init and kinds & {"int", "float"} and not kinds & {"str", "bool"}:
+            setattr(part, field.name, _number(getattr(part, field.name)))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, str):
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value
 
 
 def out_of_range(

@@ -123,7 +123,10 @@ class DPZeroMixin(PublishingTrainer):
         **settings: Any,
     ) -> None:
         if not isinstance(args, DPZeroConfig):
-            raise ValueError(f"args is a {type(args).__name__}; give a DPZeroConfig.")
+            raise ValueError(
+                f"args is a {type(args).__name__}: give a DPZeroConfig, which takes what "
+                "TrainingArguments does and a budget, e.g. DPZeroConfig(target_epsilon=2)."
+            )
         progress.quiet_replicas(args)
         collectives.check_world(args)
         collectives.check_one_device(args, model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from several_processes import padded, texts
 from tiny_texts import passes_of
+from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import Rows, StepBatches, fingerprint
 from hf_dpzero.batches.placement import Placement
@@ -196,3 +197,22 @@ def test_another_number_of_processes_than_the_arguments_know_of_is_refused(monke
     with pytest.raises(ValueError, match=f"2 processes were started.*know of {known}.*use_cpu"):
         collectives.check_world(SimpleNamespace(world_size=known))
     collectives.check_world(SimpleNamespace(world_size=2))
+
+
+@pytest.mark.parametrize(
+    ("port", "world", "told"), [("29500", None, 1), (None, None, 0), ("1", "2", 0)]
+)
+def test_a_launch_of_several_processes_that_starts_one_is_told(
+    monkeypatch, caplog, port, world, told
+):
+    """What `accelerate launch --num_processes 2` leaves behind where it has no configuration file."""
+    monkeypatch.setattr(logging.logging.getLogger("transformers"), "propagate", True)
+    logging.logging.Logger.warning_once.cache_clear()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    for name, value in (("MASTER_PORT", port), ("WORLD_SIZE", world)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    collectives.check_world(SimpleNamespace(world_size=1))
+    assert caplog.text.count("asked for several processes and started this one alone") == told

@@ -247,6 +247,7 @@ def test_every_argument_is_documented():
         ("normalize", "yes", True),
         ("microbatch_size", "null", None),
         ("trainable", None, None),
+        *((name, "null", None) for name in ("learning_rate", "clip", "clipping", "num_directions")),
         ("target_epsilon", "", None),
         ("label_texts", "a, b", ["a", "b"]),
         ("label_texts", ["-good", "--bad"], ["-good", "--bad"]),

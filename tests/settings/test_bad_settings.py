@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny_runs import KEY, build, config, tiny_data, tiny_model
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, TrainingArguments
 from transformers.utils import logging
 
 from hf_dpzero import DPZeroTrainer
@@ -32,7 +32,7 @@ OF_ANOTHER_KIND = [
     ("neighboring_relation", "add_remove"),
     ("noise_distribution", "cauchy"),
     *[(name, None) for name in ("smoothing", "max_steps", "weight_decay")],
-    *[("num_directions", value) for value in (10**8, "4")],
+    *[("num_directions", value) for value in (10**8, "many")],
     ("include_for_metrics", ["nosuch"]),
     ("lr_scheduler_kwargs", ["power"]),
 ]
@@ -62,7 +62,14 @@ def test_scheduler_settings_that_it_does_not_take_are_refused(tmp_path):
     settings = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 2}}
     with pytest.raises(ValueError, match="'powr'.*'polynomial' takes lr_end, power"):
         config(tmp_path, **settings)
-    config(tmp_path, **{**settings, "lr_scheduler_kwargs": {"power": 2}})
+    for given in ({"power": 2}, '{"power": 2}'):
+        made = config(tmp_path, **{**settings, "lr_scheduler_kwargs": given})
+        assert made.lr_scheduler_kwargs == {"power": 2}
+    with pytest.raises(
+        ValueError, match="^2 settings .*\n.*\n- lr_scheduler_type='x': .*'linear'"
+    ) as refusal:
+        config(tmp_path, lr_scheduler_type="x", seed=-1)
+    assert "seed=-1" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,10 @@ def test_scheduler_settings_that_it_does_not_take_are_refused(tmp_path):
         ({"logging_strategy": "no", "logging_steps": 3}, {"logging_strategy": "steps"}),
         ({"num_train_epochs": 5}, {"max_steps": -1}),
         ({"sampling": "full_batch", "expected_batch_size": 12}, {"sampling": "poisson"}),
+        (
+            {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"power": 2}},
+            {"lr_scheduler_type": "polynomial"},
+        ),
     ],
 )
 def test_settings_whose_strategy_is_off_are_named(tmp_path, caplog, monkeypatch, settings, used):
@@ -117,7 +128,6 @@ def test_a_rate_of_zero_is_named(tmp_path, caplog, monkeypatch):
             {"correlated_noise": {"kind": "tree"}, "sampling": "fixed_batches"},
             r"nearly orthogonal to those of other steps.*out\.$",
         ),
-        ({"warmup_steps": 7}, r"never be reached: .* a share of the steps, e\.g\. 0\.1\.$"),
     ],
 )
 def test_a_refusal_is_one_sentence_to_its_end(tmp_path, settings, message):
@@ -138,10 +148,10 @@ def test_all_that_the_arguments_alone_decide_is_said_at_once(tmp_path):
         "max_batch_size": 9,
         "debug": "x",
     }
-    with pytest.raises(ValueError, match=r"^7 settings are refused:\n") as refusal:
-        config(tmp_path, fp16=True, warmup_steps=7, trainable="(", **clashing)
+    with pytest.raises(ValueError, match=r"^6 settings are refused:\n") as refusal:
+        config(tmp_path, fp16=True, trainable="(", **clashing)
     named = ("give exactly one", "clipping='automatic'", "max_batch_size=9", "debug='x'", "fp16=True",
-             "warmup_steps=7", "trainable='('")  # fmt: skip
+             "trainable='('")  # fmt: skip
     assert all(name in str(refusal.value) for name in named)
 
 
@@ -156,6 +166,12 @@ def test_deepspeed_is_refused_before_its_package_is_asked_for(tmp_path, monkeypa
 
 
 # ---------------------------------------------------------------- what a trainer is given
+
+
+@pytest.mark.parametrize("args", [None, TrainingArguments("unused", report_to="none")])
+def test_a_trainer_without_a_budget_says_what_to_give(args):
+    with pytest.raises(ValueError, match=r"args is a \w+: .*DPZeroConfig\(target_epsilon=2\)"):
+        DPZeroTrainer(tiny_model(), args, train_dataset=tiny_data())
 
 
 def given(tmp_path: Path, **arguments: Any) -> DPZeroTrainer:

@@ -102,9 +102,15 @@ def test_refused_fields_are_refused(tmp_path, name, method):
         config(tmp_path, **one_changed(name, method))
 
 
-def test_fields_that_need_a_push_are_refused_with_one(tmp_path):
-    with pytest.raises(ValueError, match="^hub_strategy="):
-        config(tmp_path, push_to_hub=True, hub_strategy=CHANGED["hub_strategy"])
+@pytest.mark.parametrize("name", ["hub_strategy", "auto_find_batch_size"])
+def test_fields_that_are_kept_from_trainer_are_put_back(tmp_path, name):
+    """Set later, where nobody puts them back, they are refused."""
+    changed = CHANGED.get(name, True)
+    made = config(tmp_path, push_to_hub=True, **{name: changed})
+    assert getattr(made, name) == fields._PUT_BACK[name][0]
+    setattr(made, name, changed)
+    (said,) = fields.refused_fields(made)
+    assert said.startswith(f"{name}={changed!r} would ")
 
 
 @pytest.mark.parametrize("kind", [UNUSED, OTHER])

@@ -426,7 +426,6 @@ def test_samplers_run(tmp_path, sampling):
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be"),
         ({"direction": "cauchy"}, "direction='cauchy'"),
         ({"method": "newton"}, "method='newton'"),
-        ({"push_to_hub": True, "hub_strategy": "every_save"}, "allow list"),
         ({"debug": "underflow_overflow"}, "debug"),
     ],
 )
@@ -438,7 +437,6 @@ def test_bad_settings_are_refused(tmp_path, settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"expected_batch_size": 500}, "500"),
         ({"data": tiny_data().remove_columns("labels")}, "labels"),
         ({"trainable": "nowhere"}, "matches no parameter"),
         ({"trainer_settings": {"compute_per_example_loss": lambda m, i: m(**i).loss}}, "shape"),
