@@ -15,8 +15,8 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from hf_dpzero.ledger.digests import digest_tensors
-from hf_dpzero.objectives.heads import OneRowLoss
-from hf_dpzero.objectives.losses import PerExampleLoss
+from hf_dpzero.objectives.heads import OneRowLoss, own_loss_objective, select_objective
+from hf_dpzero.objectives.losses import PerExampleLoss, base_model
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.setting import refuse
@@ -71,7 +71,11 @@ def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
         )
     if unused:
         logger.warning(f"not used by {kind.__name__}: {'; '.join(unused)}.")
-    if loss is None and (name := own_loss_name(kind, vars(trainer))):
+    name = own_loss_name(kind, vars(trainer))
+    trains = loss is None and trainer.train_dataset is not None
+    if trains and not name and select_objective(trainer.model) is own_loss_objective:
+        name = f"the loss of {type(base_model(trainer.model)).__name__}"
+    if loss is None and name:
         logger.warning(
             f"{name} is evaluated on one row at a time, with num_items_in_batch=None. It is faster to "
             f"{_LOSS}."

@@ -344,7 +344,8 @@ def select_objective(model: nn.Module) -> PerExampleLoss:
 
     A subclass counts as its parents. Encoder-decoders get `seq2seq_objective`; decoder-only models that
     transformers calls `...ForConditionalGeneration` get `causal_lm_objective`, and heads called
-    `...ForQuestionAnswering` that do not score the tokens of a span `own_loss_objective`.
+    `...ForQuestionAnswering` that do not score the tokens of a span `own_loss_objective`, as do unknown
+    models whose forward takes labels.
 
     Raises:
       ValueError: no objective fits; says which heads are known, and what to write.
@@ -353,10 +354,13 @@ def select_objective(model: nn.Module) -> PerExampleLoss:
     if (objective := _fitting(model, known)) is not None:
         return objective
     name = type(base_model(model)).__name__
+    if any(takes(model, label) for label in ("labels", "label", "label_ids")):
+        return own_loss_objective
     raise ValueError(
-        f"no per-example loss is known for {name}. Known are classes whose names end in "
-        f"{', '.join(known)}. Pass compute_per_example_loss=objective, a function (model, inputs) -> "
-        f"Tensor[B] of one loss per example, or call register_objective({name!r}, objective). "
+        f"no per-example loss is known for {name}, whose forward takes no labels. Known are classes "
+        f"whose names end in {', '.join(known)}. Pass compute_per_example_loss=objective, a function "
+        "(model, inputs) -> Tensor[B] of one loss per example, or call "
+        f"register_objective({name!r}, objective). "
         "hf_dpzero.objectives.own_loss_objective takes the loss that the model's own forward returns, "
         "one example at a time."
     )

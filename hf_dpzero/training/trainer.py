@@ -149,7 +149,7 @@ class DPZeroMixin(PublishingTrainer):
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             check_placement(model)
             model = unwrapped(model)
-            if own_loss is None and not own_loss_name(type(self), settings):
+            if given is not None and own_loss is None and not own_loss_name(type(self), settings):
                 select_objective(model)  # refuses a head without an objective
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)

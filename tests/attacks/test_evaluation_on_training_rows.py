@@ -305,3 +305,13 @@ def test_an_evaluation_that_makes_its_own_loader(tmp_path, loader):
     own = Own(tiny_model(), settings, default_data_collator, tiny_data(), tiny_data(40, seed=2))
     with pytest.raises(ValueError, match="holds rows of train_dataset"):
         own.train()
+
+
+def test_a_run_without_privacy_evaluates_what_it_likes(tmp_path):
+    """Its report says NOT PRIVATE; the same rows are refused of a private one."""
+    settings = {"data": PRIVATE, "trainer_settings": {"eval_dataset": PRIVATE}}
+    trainer = build(tmp_path, method="mezo", noise_multiplier=None, **settings)
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert "NOT PRIVATE" in str(trainer.privacy_report())
+    with pytest.raises(ValueError, match="evaluating on the private data"):
+        build(tmp_path, **settings)

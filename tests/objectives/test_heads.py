@@ -158,6 +158,26 @@ def test_an_unknown_head_is_refused_with_what_to_write():
         assert words in str(refusal.value)
 
 
+class Regression(nn.Module):
+    """A model of nobody's, as scripts have them: its forward returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, input_x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        predicted = self.slope * input_x
+        return (predicted,) if labels is None else (((predicted - labels) ** 2).mean(), predicted)
+
+
+def test_an_unknown_model_that_takes_labels_gives_its_own_loss_row_by_row():
+    rows = {"input_x": torch.tensor([1.0, 3.0]), "labels": torch.tensor([1.0, 2.0])}
+
+    losses = select_objective(Regression())(Regression(), rows)
+
+    assert losses.tolist() == [1.0, 16.0]  # (2 - 1)^2 and (6 - 2)^2
+
+
 def test_registered_heads_are_known_and_the_longest_ending_counts():
     register_objective("Reranking", heads.masked_lm_objective)
     register_objective("ForReranking", mine)
