@@ -29,8 +29,13 @@ _TRAINER = {
     "`num_items_in_batch=None`; beside `compute_per_example_loss`, which is faster, evaluation uses it. "
     "It may not log, or keep anything of rows. TRL's `SFTTrainer` on its default loss is taken",
     "`optimizers=(None, scheduler)`": "zeroth order: its learning rates are used; else refused",
-    "`optimizers=(optimizer, ...)`, `optimizer_cls_and_kwargs`": "refused: set `method`, "
-    "`update_rule` or `optim`",
+    "`optimizers=(optimizer, ...)`, `optimizer_cls_and_kwargs`": "an AdamW of `dp-adamw` and `adamw`, "
+    "an SGD of `dp-sgd` and `sgd` is used, with its scheduler; no effect in zeroth order, where a "
+    "scheduler beside it gives the shape of `learning_rate`",
+    "`create_optimizer()`, `create_scheduler()`, `args.get_warmup_steps()`": "as in Trainer; train() "
+    "makes its own",
+    "`get_train_dataloader()`, `train_dataloader` of callbacks": "has a length; only the training loop "
+    "iterates over it, because which rows are in a batch is secret",
     "`model_init`": "called once, before the checks",
     "`hyperparameter_search()`": "refused",
     "an overridden `create_scheduler`": "is used",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.estimators.random_state import isolated_randomness
@@ -220,6 +221,24 @@ def fingerprint(step: int, shares: Iterable[Sequence[int]]) -> int:
     """A number of a step and of which rows each share has; as good as never the same for another one."""
     told = repr((step, [list(map(int, share)) for share in shares]))
     return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little")
+
+
+class UnreadLoader(DataLoader):
+    """What is public of a run's batches: the rows they are drawn from, and how many an epoch has.
+
+    Args:
+      dataset: the training rows.
+      expected_batch_size: B.
+    """
+
+    def __init__(self, dataset: Any, expected_batch_size: float) -> None:
+        super().__init__(dataset, math.ceil(expected_batch_size))
+
+    def __iter__(self) -> Any:
+        raise ValueError(
+            "epsilon counts on nobody knowing which rows are in a training batch, so only the training "
+            "loop iterates over them. To look at rows take train_dataset and data_collator."
+        )
 
 
 class StepSampler(Sampler[int]):

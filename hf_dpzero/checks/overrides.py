@@ -19,6 +19,7 @@ from hf_dpzero.objectives.heads import OneRowLoss, own_loss_objective, select_ob
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.hf_arguments import refused_fields
+from hf_dpzero.settings.nested import SGD
 from hf_dpzero.settings.setting import refuse
 
 logger = logging.get_logger(__name__)
@@ -44,8 +45,7 @@ _LARGE = 1000  # entries of a container that are not looked at one by one
 def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
     """Names in one warning what training does not use, and in another a loss that is slow.
 
-    A learning-rate scheduler in `optimizers=(None, scheduler)` is honoured in zeroth-order runs, and an
-    overridden `create_scheduler` in all: learning rates are public.
+    Schedulers in `optimizers=` are honoured, and an overridden `create_scheduler`: rates are public.
 
     Args:
       trainer: with its settings.
@@ -105,24 +105,47 @@ def refuse_overrides(trainer: Trainer, loss: PerExampleLoss | None, begun: bool)
         )
     if begun:
         return
-    optimizer = trainer.optimizer or (trainer.optimizer_cls_and_kwargs or (None,))[0]
-    if optimizer is not None:
-        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-        raise ValueError(
-            f"the optimizer {kind.__name__} with method={args.method!r} is not what the ledger would "
-            f"say: {INSTEAD['create_optimizer']}. A schedule alone, optimizers=(None, scheduler), is "
-            "taken in zeroth-order runs."
+    given = trainer.optimizer or (trainer.optimizer_cls_and_kwargs or (None,))[0]
+    kind = given if isinstance(given, type) else type(given)
+    fitting = torch.optim.SGD if args.method in SGD else torch.optim.AdamW
+    if given is not None and not args.first_order:
+        logger.warning_once(
+            f"the optimizer {kind.__name__} has no effect in a {args.method} run: learning_rate, "
+            "update_rule and momentum are its settings. Of a scheduler beside it the shape is taken."
         )
-    if scheduler is not None and args.first_order:
+    elif given is not None and not issubclass(kind, fitting):
         raise ValueError(
-            f"a scheduler in optimizers= with method={args.method!r} sets the rates of an optimizer "
-            "that is not the run's: set lr_scheduler_type, or override create_scheduler."
+            f"the optimizer {kind.__name__} with method={args.method!r} is not what the report would "
+            f"say: pass a torch.optim.{fitting.__name__}, or set method."
         )
-    if scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters:
+    if args.first_order and getattr(trainer.optimizer, "state", None):
+        raise ValueError(
+            f"the optimizer {kind.__name__} has taken steps, whose gradients it keeps traces of and no "
+            "budget accounts for: make a new one."
+        )
+    if scheduler is not None and args.first_order and trainer.optimizer is None:
+        raise ValueError(
+            f"a scheduler alone in optimizers= with method={args.method!r} sets the rates of an "
+            "optimizer that is not the run's: pass both, set lr_scheduler_type, or override "
+            "create_scheduler."
+        )
+    follows = scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters
+    if follows and not args.first_order:
         raise ValueError(
             f"the scheduler {type(scheduler).__name__} follows a metric and the optimizer that it was "
             "made with: set lr_scheduler_type='reduce_lr_on_plateau' or 'greedy'."
         )
+
+
+def check_held(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuses a given optimizer without some of the trained parameters, which it would leave alone."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            raise ValueError(
+                f"{name} is trained, and the optimizer in optimizers= does not hold it: make that of "
+                "the parameters of the model that is passed (with its adapter on), or leave it out."
+            )
 
 
 def own_loss_name(kind: type, given: Mapping[str, Any]) -> str:

@@ -274,10 +274,9 @@ def learning_rates(config: DPZeroConfig, plans: Sequence[LocalPlan] = ()) -> lis
     chosen = "learning_rate" in config.chosen
     first = chosen_rate(plans, config.lr_scheduler_type) if chosen else config.learning_rate
     rate = CLASSIC["learning_rate"] if first is None else first
-    rounds, config = config.max_steps, copy.copy(config)
+    rounds = config.max_steps
     schedule = config.lr_scheduler_kwargs or {}
     assert isinstance(schedule, dict)  # transformers parses a JSON text
-    config.trains_privately = True  # a copy, of which only the warm-up is asked
     # schedulers of transformers are known by their effect on an optimizer alone
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     scheduler = get_scheduler(

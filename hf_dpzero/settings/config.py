@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -80,11 +81,10 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             values[name] = dataclasses.asdict(values[name])
         return values
 
-    trains_privately = False  # DPZeroMixin.train sets it while it runs
     accumulated_rows = 0  # of a process, where expected_batch_size was made of accumulation
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """As in TrainingArguments. Every Trainer asks for it when its training starts.
+        """As in TrainingArguments. Every Trainer asks for it when its training starts; scripts may.
 
         Args:
           num_training_steps: of the run.
@@ -95,7 +95,9 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         Raises:
           ValueError: a Trainer without `DPZeroMixin` asks, which knows no privacy.
         """
-        if not self.trains_privately:
+        frames = (entry.frame for entry in inspect.stack(0))
+        asking = (f.f_locals for f in frames if f.f_globals["__name__"] == "transformers.trainer")
+        if any(not hasattr(told["self"], "privacy_report") for told in asking if "self" in told):
             raise ValueError(
                 f"a {type(self).__name__} was given to a Trainer that would train without privacy: "
                 "make a DPZeroTrainer, or put DPZeroMixin first among the parents of your own."

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers.utils import logging
 
-from hf_dpzero.batches.logical_batch import LogicalBatch
+from hf_dpzero.batches.logical_batch import LogicalBatch, StepBatches, StepSampler
 from hf_dpzero.batches.shapes import PassShapes, stacked
 from hf_dpzero.checks import passes
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
@@ -54,6 +55,7 @@ from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
 from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.folder import discard_unused
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import steps_that_follow
 from hf_dpzero.settings.plan_of import extension_warning
 from hf_dpzero.settings.schedules import judge_schedule, smoothing_of_steps
@@ -65,6 +67,7 @@ from hf_dpzero.training.first_order_step import (
 )
 from hf_dpzero.training.private_step import GroupWeighting
 from hf_dpzero.training.signal import ReleasedSignal
+from hf_dpzero.training.termination import left_to_parent
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)
@@ -94,6 +97,35 @@ def prepare(run: Run) -> None:
     run.shapes = passes.shapes_of(run)
     compile_(model, args, run.shapes is not None, run.resources)
     run_checks(run, "passes")
+
+
+def loader_of(run: Run, key: bytes, taken: Callable[[], int]) -> DataLoader[LogicalBatch]:
+    """Returns this process' logical batches, one item per step, split into microbatches.
+
+    Args:
+      run: whose ledger is open.
+      key: of the sampler, secret.
+      taken: steps taken so far, asked for when an epoch begins.
+    """
+    batches = StepBatches(
+        rows=run.rows,
+        plan=run.plan,
+        key=key,
+        microbatch_size=run.args.physical_batch_size,
+        share=run.mesh.row,
+        shares=run.mesh.rows,
+        paid=run.opened.next_step,
+        shapes=run.shapes,
+        row_groups=run.row_groups,
+    )
+    return DataLoader(
+        batches,
+        batch_size=None,  # an item is a step's whole batch
+        sampler=StepSampler(run.plan, taken),
+        num_workers=run.args.dataloader_num_workers,
+        worker_init_fn=left_to_parent,
+        pin_memory=False,
+    )
 
 
 class ZerothOrderMethod:
@@ -152,7 +184,7 @@ class ZerothOrderMethod:
         self.reads = SettleBeforeRead(run.model, self.space, self.settle_)
         run.resources.enter_context(self.reads)
         _warn_of_rounding(run, differences)
-        self.optimizer = _LearningRate(self.space.tensors, run.args.learning_rate)
+        self.optimizer = LearningRate(self.space.tensors, run.args)
 
     def _differences(self) -> FiniteDifferences:
         """Returns the estimator with the quickest strategy whose losses are those of full passes."""
@@ -374,11 +406,11 @@ class LearningRates:
             )
 
 
-class _LearningRate(torch.optim.Optimizer):
+class LearningRate(torch.optim.Optimizer):
     """Carries the learning rate for Hugging Face's schedulers; the update happens in the step."""
 
-    def __init__(self, tensors: list[Tensor], learning_rate: float) -> None:
-        super().__init__(tensors, {"lr": learning_rate})
+    def __init__(self, tensors: list[Tensor], args: DPZeroConfig) -> None:
+        super().__init__(tensors, {"lr": args.learning_rate})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Does nothing: the training step has updated the parameters."""

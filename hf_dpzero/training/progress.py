@@ -203,9 +203,11 @@ class RunCallback(TrainerCallback):
 
     Attributes:
       run: that trains; the trainer sets it.
+      scale: of a given scheduler's rates, whose optimizer has another learning rate than the run.
     """
 
     run: Run
+    scale = 1.0
     _first_epoch: int | None = None  # while it runs
 
     def on_train_begin(
@@ -214,7 +216,7 @@ class RunCallback(TrainerCallback):
         """Says what runs, once, on rank 0."""
         self._first_epoch = state.global_step // self.run.plan.sampler.steps_per_epoch
         if state.global_step == 0:  # later the checkpoint's optimizer has the rate
-            follow_scheduler(**kwargs)
+            follow_scheduler(self.scale, **kwargs)
         if state.is_world_process_zero and args.get_process_log_level() <= logging.WARNING:
             tqdm.write(banner(self.run, report_of(self.run)))
 
@@ -226,18 +228,20 @@ class RunCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Sets the next rate, and `state.epoch` after a resume, before other callbacks and logs."""
-        follow_scheduler(**kwargs)
+        follow_scheduler(self.scale, **kwargs)
         if (done := self._first_epoch) is not None:  # Trainer forgets the steps before a resume
             steps = self.run.plan.sampler.steps_per_epoch
             state.epoch = done + (state.global_step - done * steps) / steps
 
 
-def follow_scheduler(optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler, **_: Any) -> None:
+def follow_scheduler(
+    scale: float, optimizer: torch.optim.Optimizer, lr_scheduler: LRScheduler, **_: Any
+) -> None:
     """Sets the rate by a scheduler that was made with another optimizer: optimizers=(None, it)."""
     groups = optimizer.param_groups
     if getattr(getattr(lr_scheduler, "optimizer", None), "param_groups", None) is not groups:
         for group in groups:
-            group["lr"] = lr_scheduler.get_last_lr()[0]
+            group["lr"] = scale * lr_scheduler.get_last_lr()[0]
 
 
 def banner(run: Run, report: PrivacyReport) -> str:

@@ -16,15 +16,10 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from hf_dpzero.batches.logical_batch import LogicalBatch, Rows, StepBatches, StepSampler
+from hf_dpzero.batches.logical_batch import LogicalBatch, Rows, UnreadLoader
 from hf_dpzero.checks import data as data_checks
+from hf_dpzero.checks import overrides
 from hf_dpzero.checks.model import SavedBesides, check_placement
-from hf_dpzero.checks.overrides import (
-    loss_by_row,
-    own_loss_name,
-    refuse_overrides,
-    warn_of_unused,
-)
 from hf_dpzero.checks.processes import check_agreement, check_weights
 from hf_dpzero.estimators.arithmetic import unwrapped
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -57,8 +52,10 @@ from hf_dpzero.training import progress, termination
 from hf_dpzero.training.inputs import by_name, load_inputs
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
+    LearningRate,
     LearningRates,
     ZerothOrderMethod,
+    loader_of,
     prepare,
     private_diagnostics,
 )
@@ -111,6 +108,8 @@ class DPZeroMixin(PublishingTrainer):
 
     prepares_inputs: bool = True
     longest_row: int | None = None
+    _loop_asks = False  # for the batches of a run that was opened
+    _made_outside: torch.optim.Optimizer | None = None  # of train()
     _decided: Decided | None = None
 
     def __init__(
@@ -149,7 +148,8 @@ class DPZeroMixin(PublishingTrainer):
         if isinstance(model, nn.Module):  # some subclasses take a name, and load it themselves
             check_placement(model)
             model = unwrapped(model)
-            if given is not None and own_loss is None and not own_loss_name(type(self), settings):
+            own = own_loss is not None or overrides.own_loss_name(type(self), settings)
+            if given is not None and not own:
                 select_objective(model)  # refuses a head without an objective
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
         data_checks.check_all_kept(given, self.train_dataset)
@@ -158,8 +158,8 @@ class DPZeroMixin(PublishingTrainer):
             self.shards, self.is_fsdp_enabled = True, False
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = own_loss
-        refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
-        warn_of_unused(self, self.per_example_loss)
+        overrides.refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
+        overrides.warn_of_unused(self, self.per_example_loss)
         seed = args.testing.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self._method_state: Mapping[str, Any] | None = None
@@ -167,7 +167,7 @@ class DPZeroMixin(PublishingTrainer):
         self._diagnostics: dict[str, float] = {}
         self._started_from = ""  # digest of the model; of a resumed run's it is not known
         self._rates = LearningRates()
-        self._given_scheduler = self.lr_scheduler
+        self._given = self.optimizer, self.lr_scheduler
         progress.replace_progress(self.callback_handler, args)
         self.watch = SignalCallback()
         self._termination = termination.TerminationCallback()
@@ -230,7 +230,7 @@ class DPZeroMixin(PublishingTrainer):
             check_evaluation_rows=lambda: self.refuse_private(self.eval_dataset),
             readers=lambda: [self, *self.callback_handler.callbacks],
             decayed=lambda: self.get_decay_parameter_names(self.model),
-            objective=self.per_example_loss or loss_by_row(self),
+            objective=self.per_example_loss or overrides.loss_by_row(self),
             tokenizer=self.processing_class,  # type: ignore[arg-type]
             longest_row=self.longest_row or (self.args.max_length if texts else None),
             examples_known=texts is not None and texts.examples,
@@ -291,10 +291,12 @@ class DPZeroMixin(PublishingTrainer):
         """
         if self.model_init is not None:
             raise ValueError(_MODEL_INIT)
-        refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
-        collectives.control_group(float(self.args.ddp_timeout))
         if self.trajectory is None:
-            self._given_scheduler = self.lr_scheduler
+            optimizer = None if self.optimizer is self._made_outside else self.optimizer
+            scheduler = None if self._created_lr_scheduler else self.lr_scheduler
+            self._given = self.optimizer, self.lr_scheduler = optimizer, scheduler
+        overrides.refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
+        collectives.control_group(float(self.args.ddp_timeout))
         resume = checkpoint_of(self.output_dir, resume_from_checkpoint)
         if resume_from_checkpoint:
             keep_batch_size(self.args)
@@ -335,14 +337,16 @@ class DPZeroMixin(PublishingTrainer):
         opened = start_or_resume(run, header, checkpoint, resumes)
         self._run, self._trained_digest, self._saved_step = run, None, None
         run.ledger, self._method_state, self._started_from = opened
-        self.optimizer, self.lr_scheduler = None, self._given_scheduler  # for this ledger
+        self.optimizer, (given, self.lr_scheduler) = None, self._given  # for this ledger
         self._keys = open_keys(run)
         run.step_noise = noise_of_steps(run.plan, run.noise, self._keys)
         if resumes and run.opened.next_step == run.plan.steps:
             run.resources.enter_context(progress.finished(run))
         self._banner.run = run
+        if given is not None and not self.args.first_order:
+            self._banner.scale = run.args.learning_rate / given.defaults["lr"]
+        self._loop_asks = True
         self.watch.open(run)
-        self.args.trains_privately = True
 
     def _check_end(self, run: Run) -> None:
         """Settles the weights and refuses to end with what was written beside the steps."""
@@ -360,7 +364,6 @@ class DPZeroMixin(PublishingTrainer):
 
     def _close(self, run: Run) -> None:
         """Closes the ledger; a model that releases have moved is marked as trained."""
-        vars(self.args).pop("trains_privately", None)
         self._keys = None
         if run.ledger is None:
             return
@@ -373,34 +376,26 @@ class DPZeroMixin(PublishingTrainer):
             mark_as_trained(self.model, self._started_from, self._trained_digest or "")
 
     def get_train_dataloader(self) -> DataLoader:
-        """Logical batches of this process, one item per step, split into microbatches."""
+        """This process' logical batches for the loop, which asks first; for others `UnreadLoader`."""
         run = self.run
-        assert self._keys and run.ledger, "batches are drawn inside train() only"
-        batches = StepBatches(
-            rows=run.rows,
-            plan=run.plan,
-            key=self._keys.sampler,
-            microbatch_size=self.args.physical_batch_size,
-            share=run.mesh.row,
-            shares=run.mesh.rows,
-            paid=run.ledger.next_step,
-            shapes=run.shapes,
-            row_groups=run.row_groups,
-        )
-        return DataLoader(
-            batches,
-            batch_size=None,  # an item is a step's whole batch
-            sampler=StepSampler(run.plan, lambda: self.state.global_step),
-            num_workers=self.args.dataloader_num_workers,
-            worker_init_fn=termination.left_to_parent,
-            pin_memory=False,
-        )
+        if not self._loop_asks or self._keys is None:
+            return UnreadLoader(self.train_dataset, run.plan.sampler.expected_batch_size)
+        self._loop_asks = False
+        return loader_of(run, self._keys.sampler, lambda: self.state.global_step)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Makes the run's method; its optimizer only carries the learning rate, or is `optim`."""
+        """Makes the run's method; its optimizer only carries the learning rate, or is `optim`.
+
+        Outside train(), which makes its own, one with the same learning rate.
+        """
         if self.optimizer is not None:
             return self.optimizer
         run = self.run
+        if self._keys is None:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            carrier = None if self.args.first_order else LearningRate(trained, run.args)
+            self.optimizer = self._made_outside = carrier or super().create_optimizer(model)
+            return self.optimizer
         assert self._besides is not None
         if self._method_state is not None:
             try:
@@ -418,13 +413,17 @@ class DPZeroMixin(PublishingTrainer):
         else:
             method = ZerothOrderMethod(run, self._method_state)
         run.method = method
-        self.optimizer = optimizer = method.optimizer or super().create_optimizer(model)
-        optimizer.register_step_pre_hook(self._rates.check)  # callbacks run after the release too
-        run.resources.enter_context(method.weights)
+        given = method.optimizer or self._given[0]
+        self.optimizer = optimizer = given or super().create_optimizer(model)
+        hook = optimizer.register_step_pre_hook
+        hooks = [hook(self._rates.check)]  # callbacks run after a release
         if self.args.first_order:
-            # Between two steps the optimizer alone may write.
-            optimizer.register_step_pre_hook(lambda *_: method.weights.check())
-            optimizer.register_step_post_hook(lambda *_: method.weights.note())
+            overrides.check_held(optimizer, run.model)
+            hooks += [hook(lambda *_: method.weights.check())]  # between steps it alone may write
+            hooks += [optimizer.register_step_post_hook(lambda *_: method.weights.note())]
+        for own in hooks:  # a given optimizer outlives the run
+            run.resources.callback(own.remove)
+        run.resources.enter_context(method.weights)
         return optimizer
 
     def training_step(  # type: ignore[override]

@@ -252,6 +252,4 @@ def test_a_trainer_without_the_mixin_refuses_to_train_with_the_configuration(tmp
     with pytest.raises(ValueError, match="DPZeroConfig was given to a Trainer .* without privacy"):
         plain.train()
     assert same(before, weights(plain.model))
-    private = build(tmp_path / "private")
-    private.train()
-    assert not private.args.trains_privately
+    assert args.get_warmup_steps(10) == 0  # a script may ask

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_runs import build, config, same, tiny_data, tiny_model, weights
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.checks.overrides import INSTEAD, overriding
@@ -179,12 +179,10 @@ def test_a_per_example_loss_goes_before_ones_own(tmp_path, caplog):
 
 def test_what_is_set_after_the_trainer_was_made_is_refused_when_it_trains(tmp_path):
     """Each would have trained something else than it says, or paid for steps that were lost."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
     for number, (change, words) in enumerate(
         [
             (lambda t: setattr(t, "compute_loss", print), "compute_loss fails for one row"),
             (lambda t: setattr(t, "compute_loss_func", print), "compute_loss_func fails for one"),
-            (lambda t: setattr(t, "optimizer", torch.optim.SGD([parameter])), "optimizer SGD with"),
             (lambda t: setattr(t.args, "gradient_accumulation_steps", 4), "gradient_accumulation"),
             (lambda t: setattr(t.args, "auto_find_batch_size", True), "would repeat steps"),
         ]
@@ -222,15 +220,59 @@ def test_a_given_per_example_loss_is_trained_on_and_ones_own_loss_evaluates(tmp_
 # ---- optimizers and schedules
 
 
-def test_optimizers_are_refused(tmp_path):
+class SomeSGD(torch.optim.SGD):
+    """By a name of its own, which is warned of once."""
+
+
+def test_an_optimizer_has_no_effect_on_directions_and_its_schedule_gives_its_shape(
+    tmp_path, caplog
+):
+    """0.01, the run's rate, times 0.02 x 0.5^t / 0.02, what the scheduler makes of the optimizer's."""
+    model = tiny_model()
+    optimizer = SomeSGD(model.parameters(), lr=0.02)
+    shape = LambdaLR(optimizer, lambda step: 0.5**step)
+    trainer = build(tmp_path, model, trainer_settings={"optimizers": (optimizer, shape)})
+    trainer.train()
+    assert caplog.text.count("SomeSGD has no effect in a dpzero run") == 1
+    assert rates(trainer) == pytest.approx([0.01 * 0.5**step for step in range(6)])
+    assert not optimizer.state  # it has moved nothing
+
+
+def test_an_optimizer_that_the_method_is_of_takes_the_noised_gradients(tmp_path):
+    """The same weights as of the arguments that say the same; a schedule beside it is followed."""
+    expected = build(tmp_path / "expected", method="dp-adamw", lr_scheduler_type="constant")
+    expected.train()
+    settings = {"lr": 1e-2, "weight_decay": 0.0}
+    for number in range(2):
+        model = tiny_model()
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        constant = LambdaLR(optimizer, lambda step: 1.0)
+        given = {"optimizers": (optimizer, constant)}
+        if number:
+            given = {"optimizer_cls_and_kwargs": (torch.optim.AdamW, settings)}
+        else:
+            used = optimizer
+        fields = {"method": "dp-adamw", "lr_scheduler_type": "constant", "learning_rate": 1e-2}
+        trainer = build(tmp_path / str(number), model, trainer_settings=given, **fields)
+        trainer.train()
+        for name, weight in weights(expected.model).items():
+            torch.testing.assert_close(weights(trainer.model)[name], weight, rtol=1e-5, atol=1e-7)
+    assert rates(trainer) == [1e-2] * 6
+    with pytest.raises(ValueError, match="AdamW has taken steps, whose gradients"):
+        build(tmp_path, method="dp-adamw", trainer_settings={"optimizers": (used, None)})
+
+
+def test_optimizers_that_would_not_train_what_is_said_are_refused(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(1))
     for settings in (
         {"optimizers": (torch.optim.SGD([parameter]), None)},
         {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
     ):
-        for method in ("dpzero", "dp-adamw"):
-            with pytest.raises(ValueError, match="optimizer SGD with method='dp.*: set method"):
-                build(tmp_path, method=method, trainer_settings=settings)
+        with pytest.raises(ValueError, match="SGD with method='dp-adamw' .* torch.optim.AdamW"):
+            build(tmp_path, method="dp-adamw", trainer_settings=settings)
+    other = {"optimizers": (torch.optim.AdamW([parameter]), None)}
+    with pytest.raises(ValueError, match="is trained, and the optimizer .* does not hold it"):
+        build(tmp_path, method="dp-adamw", trainer_settings=other).train()
 
 
 def test_schedulers_that_would_not_be_followed_are_refused(tmp_path):
@@ -241,6 +283,41 @@ def test_schedulers_that_would_not_be_followed_are_refused(tmp_path):
     given = {"trainer_settings": {"optimizers": (None, ReduceLROnPlateau(carrier))}}
     with pytest.raises(ValueError, match="lr_scheduler_type='reduce_lr_on_plateau'"):
         build(tmp_path, **given)
+
+
+# ---- Trainer's methods outside of train()
+
+
+class Reader(TrainerCallback):
+    """Notes what a callback sees of the batches, and what it gets when it iterates over them."""
+
+    trainer: DPZeroTrainer
+
+    def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+        self.length = len(train_dataloader)
+        for loader in (train_dataloader, self.trainer.get_train_dataloader()):
+            with pytest.raises(ValueError, match="only the training loop iterates"):
+                next(iter(loader))
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-adamw"])
+def test_what_a_script_asks_before_training_does_not_change_it(tmp_path, method):
+    plain = build(tmp_path / "plain", method=method)
+    plain.train()
+    reader = Reader()
+    trainer = build(tmp_path / "asked", method=method, trainer_settings={"callbacks": [reader]})
+    reader.trainer = trainer
+    loader = trainer.get_train_dataloader()
+    assert (len(loader), trainer.num_examples(loader)) == (10, 120)  # n / B of n rows
+    trainer.create_optimizer_and_scheduler(num_training_steps=6)
+    assert trainer.optimizer.param_groups[0]["lr"] == 1e-2
+    assert trainer.get_learning_rates()[0] == 1e-2
+    trainer.train()
+    assert reader.length == 10
+    assert same(weights(trainer.model), weights(plain.model)) and rates(trainer) == rates(plain)
+
+
+# ---- schedules
 
 
 @pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
