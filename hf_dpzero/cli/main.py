@@ -53,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from hf_dpzero.ledger.log_file import LedgerError
 
-        # A mistake is one line; a ledger's refusal keeps its list of settings, one a line.
-        lines = str(error).splitlines() if isinstance(error, LedgerError) else [str(error)]
+        # A mistake is one line; a list of settings has one a line.
+        listed = isinstance(error, LedgerError) or " settings are refused:" in str(error)
+        lines = str(error).splitlines() if listed else [str(error)]
         text = "\n  ".join(" ".join(line.split()) for line in lines)
         print(f"error: {text or type(error).__name__}", file=sys.stderr)
         return 2

@@ -75,6 +75,11 @@ def _load_base(
 
         recipe = load_recipe(base, overrides)
         return load_model(recipe.model, _task_of(recipe, beside))
+    if Path(base).is_file():
+        raise ValueError(
+            f"--base {base} is a file, and no recipe: give the run's recipe.yaml, or the folder or Hub "
+            "id of the untrained model."
+        )
     if overrides:
         raise ValueError(f"{overrides[0]}: settings go with a recipe as --base, not with a model.")
     import transformers

@@ -63,8 +63,7 @@ class Method:
     def at(self, epsilon: float, seed: int) -> Run:
         """Returns its run at a target epsilon, inf without privacy, and a seed."""
         settings = {
-            "target_epsilon": epsilon if self.private else None,
-            "noise_multiplier": None,  # the target sets the noise
+            **_budget(epsilon if self.private else None),
             "seed": seed,
             "subset_seed": seed,
             "init_seed": seed,
@@ -80,6 +79,12 @@ class Method:
             epsilon=epsilon,
             recipe=build_recipe(self.chain, {**self.fixed, **settings}, self.source),
         )
+
+
+def _budget(epsilon: float | None) -> dict[str, Any]:
+    """Settings of a run at a target epsilon, which sets the noise; None without privacy."""
+    budget = {"target_epsilon": epsilon, "noise_multiplier": None}
+    return budget if epsilon is not None else {**budget, "target_delta": None}
 
 
 def build_grid(
@@ -170,7 +175,7 @@ def _find_method(
        is left out, and so is this step where `recipe` is a recipe for METHOD whose name names none.
     4. `recipe` with `method: METHOD`.
     """
-    from hf_dpzero.settings.nested import METHODS
+    from hf_dpzero.settings.nested import METHODS, NOT_PRIVATE
 
     fixed, name = dict(settings), method
     beside = recipe.parent / _sibling_name(recipe, method, base.training.method)
@@ -197,7 +202,8 @@ def _find_method(
             f"method {method!r} is no method ({', '.join(METHODS)}), no recipe file, and "
             f"{recipe.parent} has no {beside.name}."
         )
-    target = {"target_epsilon": epsilon, "noise_multiplier": None}
+    trains = {key: value for _, keys in chain for key, value in keys.items()} | fixed
+    target = _budget(None if trains.get("method") in NOT_PRIVATE else epsilon)
     try:  # loaded once here, so that what is wrong is said of the method, not of a run
         loaded = build_recipe(chain, {**fixed, **target}, source)
     except ValueError as error:

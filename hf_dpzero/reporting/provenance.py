@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -99,22 +100,22 @@ def trained_as(origin: Origin) -> str | None:
     if path is None:
         return None
     report = _report_beside(path)
-    if report is None:
-        return (
-            f"NOT KNOWN: {origin.path} was trained ({path}), and no report that can be read "
-            "says what was spent"
-        )
+    if isinstance(report, str):
+        return f"NOT KNOWN: {origin.path} was trained ({path}). {report}"
     silent = not report.private and not report.statement.startswith("NOT PRIVATE")
     return f"{'NOT PRIVATE: ' if silent else ''}{report.statement} So says {path}."
 
 
-def _report_beside(record: Path) -> PrivacyReport | None:
-    """A report; None where it is none, cannot be read, or is not of the weights beside it."""
+def _report_beside(record: Path) -> PrivacyReport | str:
+    """A report; else why there is none: it cannot be read, or is not of the weights beside it."""
+    if (
+        record.name != REPORT_FILE
+    ):  # a ledger or a trajectory is a record as well, of what is not known
+        return "No report says what was spent."
     try:
-        # A ledger or a trajectory without a report is a record as well, of something not known.
-        return report_of(record.parent) if record.name == REPORT_FILE else None
-    except (ValueError, OSError):
-        return None
+        return report_of(record.parent)
+    except (ValueError, OSError) as error:
+        return str(error)
 
 
 def base_names(model: nn.Module) -> list[str]:
@@ -168,7 +169,7 @@ def earlier_runs(origins: Iterable[Origin], covered: Collection[str] = ()) -> li
             continue
         base, folder = _report_beside(path), Path(origin.path)
         name = folder.name if folder.is_dir() else origin.path
-        if base is None:
+        if isinstance(base, str):  # which may hold paths of this machine
             why = (
                 f"its {REPORT_FILE} cannot be read, or is not of what lies beside it."
                 if path.name == REPORT_FILE
@@ -188,7 +189,7 @@ def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
     """The report and the ledger of a run that is to be extended, compared with each other.
 
     Args:
-      folder: its output_dir, after `save_model`.
+      folder: its output_dir, after `save_model`; read again only where its files changed.
 
     Returns:
       The report, its words derived from its numbers, and the trajectory.
@@ -197,13 +198,21 @@ def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
       LedgerError: the folder has no ledger, or one with other steps than were saved.
       ValueError: the report is missing, of something else, not private, or accounts for a search.
     """
-    source = Path(folder)
+    source, stamps = Path(folder), list[tuple[int, int]]()
     for name in (LEDGER_NAME, REPORT_FILE, SHIPPING_NAME):
         if not (source / name).is_file():
             raise LedgerError(
                 f"extends_run={folder!r} has no {name}: give the output_dir of a run whose model was "
                 "saved there (trainer.save_model()); a checkpoint or a downloaded model is none."
             )
+        found = (source / name).stat()
+        stamps.append((found.st_size, found.st_mtime_ns))
+    return _read_extended(folder, tuple(stamps))
+
+
+@functools.lru_cache(maxsize=8)
+def _read_extended(folder: str, stamps: tuple[Any, ...]) -> tuple[PrivacyReport, Trajectory]:
+    source = Path(folder)
     ledger = Trajectory.load(source / LEDGER_NAME)
     report, shipped = agreeing(PrivacyReport.load(source / REPORT_FILE), source)
     # The ledger may be ahead of the saved model: a crash after the last save, or a resumed run.

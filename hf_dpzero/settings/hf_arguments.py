@@ -428,5 +428,6 @@ def _one_of(values: Sequence[str]) -> str:
 
 def _shown(name: str, value: Any) -> str:
     """The value as the user wrote it, a token hidden, a long one cut."""
-    text = "<hidden>" if name.endswith("_token") else repr(getattr(value, "value", value))
+    plain = [getattr(v, "value", v) for v in value] if isinstance(value, list) else value
+    text = "<hidden>" if name.endswith("_token") else repr(getattr(plain, "value", plain))
     return text if len(text) < 80 else f"{text[:76]}..."

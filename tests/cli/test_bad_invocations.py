@@ -172,8 +172,8 @@ COMMANDS = [
     ("plan --recipe r.yaml --colour red", "unknown key 'colour'"),
     ("plan --recipe none.yaml", "recipe 'none.yaml' not found"),
     ("recipes --task cola", "sst2"),
-    ("init --train_file . --target_epsilon 1", "is a folder"),
-    ("init --train_file empty.csv --target_epsilon 1", "is empty"),
+    ("init --train_file . --target_epsilon 1 --output new.yaml", "is a folder"),
+    ("init --train_file empty.csv --target_epsilon 1 --output new.yaml", "is empty"),
     ("init --train_file train.jsonl --target_epsilon 0", "target_epsilon=0"),
     ("init --train_file train.jsonl --target_epsilon inf", "target_epsilon=inf"),
     ("init --train_file train.jsonl --target_epsilon 1 --target_delta 2", "target_delta=2"),
@@ -183,7 +183,7 @@ COMMANDS = [
     ),
     ("init --train_file train.jsonl --target_epsilon 1 --text_column label", "both text and label"),
     ("init --train_file floats.csv --target_epsilon 1", "holds floats"),
-    ("init --train_file twice.csv --target_epsilon 1", "more than once"),
+    ("init --train_file twice.csv --target_epsilon 1 --output new.yaml", "more than once"),
     ("init --train_file train.jsonl --target_epsilon 1 --output no/x.yaml", "does not exist"),
     ("sweep r.yaml --tuning public --grid clip", "field=value"),
     ("sweep r.yaml --tuning public --grid_file .", "grid file '.'"),
@@ -243,6 +243,16 @@ def test_one_line_says_what_is_wrong(words: str, message: str, folder, monkeypat
     assert not any(line.startswith("Traceback") for line in lines)
     assert len(errors[0]) < 600
     assert not any(path.is_file() for path in Path("out").rglob("*"))
+
+
+def test_a_list_of_refused_settings_has_one_a_line(folder, monkeypatch, capsys: Any):
+    monkeypatch.chdir(folder)
+    wrong = ["--clip=-1", "--debug=underflow_overflow", "--seed=-1"]
+    assert main.main(["plan", "--recipe", "r.yaml", *wrong]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()[-4:]
+    assert lines[0] == "error: 3 settings are refused:"
+    assert lines[-1].startswith("  - debug=['underflow_overflow'] prints statistics")
+    assert [line.split("=")[0] for line in lines[1:3]] == ["  - clip", "  - seed"]
 
 
 SECRET_ROWS = {

@@ -252,6 +252,12 @@ def test_a_report_that_cannot_be_read_claims_nothing(rows, trained, tmp_path, ca
         (folder / "privacy_report.json").write_text(text, encoding="utf-8")
         assert privacy(capsys, recipe).startswith(f"NOT KNOWN: {folder} was trained")
         assert "was trained" in fail(capsys, "evaluate", recipe, "--zero_shot")
+    (folder / "privacy_report.json").write_text(json.dumps(report), encoding="utf-8")
+    weights = folder / "model.safetensors"
+    saved = weights.read_bytes()
+    weights.write_bytes(saved[:-1] + bytes([saved[-1] ^ 1]))
+    assert f"the weights in {folder} are not those that" in privacy(capsys, recipe)
+    weights.write_bytes(saved)
     unsaid = {**report, "private": False, "statement": "All is well."}
     (folder / "privacy_report.json").write_text(json.dumps(unsaid), encoding="utf-8")
     assert privacy(capsys, recipe).startswith("NOT KNOWN: ")  # the trajectory says otherwise
@@ -376,6 +382,8 @@ def test_replay_refuses_other_weights_another_base_and_a_damaged_trajectory(
     whole, out = trained / "trajectory.safetensors", ("--output_dir", tmp_path / "r")
     words = ("--trajectory", whole, *out)
     assert "digest" in fail(capsys, "replay", "--base", recipe, *words, "--init_seed", 7)
+    weights = trained / "model.safetensors"
+    assert "a file, and no recipe" in fail(capsys, "replay", "--base", weights, *words)
     assert "digest" in fail(capsys, "replay", "--base", trained, *words)  # already trained
     damaged = tmp_path / "trajectory.safetensors"
     damaged.write_bytes(whole.read_bytes()[:-5])

@@ -195,6 +195,11 @@ def test_a_warning_about_a_method_is_said_once(tmp_path, caplog):
     assert caplog.text.count("num_directions=11 (it is for method=") == 1
 
 
+def test_a_budget_that_a_method_does_not_take_is_not_spoken_of(tmp_path, caplog):
+    grid(write_recipe(tmp_path), "mezo,dpzero", epsilons=[2.0])
+    assert "target_" not in caplog.text
+
+
 # ---- rows
 
 
