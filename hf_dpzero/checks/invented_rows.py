@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.batches.placement import bucket
 from hf_dpzero.batches.shapes import PassShapes, Row, is_along, masked_shape
-from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model
+from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model, vocabulary_size
 
 _POSITIONS = ("start_positions", "end_positions")
 _IDS = ("input_ids", "decoder_input_ids")
@@ -132,7 +132,7 @@ def _vocabulary(model: nn.Module) -> tuple[Tensor, int | None]:
     """Ids of ordinary tokens, and the end of a sequence or None; of small vocabularies all."""
     base: Any = base_model(model)
     try:
-        count = base.get_input_embeddings().num_embeddings
+        count = vocabulary_size(model)
     except (AttributeError, NotImplementedError):
         tables = (m.num_embeddings for m in base.modules() if isinstance(m, nn.Embedding))
         count = min(tables, default=2)

@@ -19,7 +19,7 @@ from hf_dpzero.estimators.ghost_clipping import opacus_rules
 from hf_dpzero.ledger.digests import checksums, digest_tensors
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.parallel.offload import accelerate_hooks
-from hf_dpzero.perturbation.trainable import PROMPT, check_dtype, check_storage
+from hf_dpzero.perturbation.trainable import PROMPT, check_dtype, check_storage, has_plain_storage
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -116,16 +116,27 @@ def check_placement(model: nn.Module) -> None:
 def check_adapters(model: nn.Module) -> None:
     """Refuses a PEFT model whose adapter is not trained, or that trains an unused copy of the head.
 
-    Other models pass. To be called after `select_trainable`, whose pattern sees PEFT's names:
-    "classifier" matches the unused copy of the head too, and not the adapter.
+    Also an adapter that would be loaded onto other base weights. Other models pass. To be called after
+    `select_trainable`, whose pattern sees PEFT's names: "classifier" matches the unused copy of the head
+    too, and not the adapter.
 
     Raises:
       ValueError: says which parameters would be trained, and a pattern that fits.
     """
     if not hasattr(model, "peft_config"):
         return
+    configs: Any = model.peft_config
+    for config in configs.values():
+        start = str(getattr(config, "init_lora_weights", ""))
+        if "_niter_" in start or start in ("corda", "lora_ga"):
+            raise ValueError(
+                f"init_lora_weights={start!r} changes base weights in a way that loading the saved "
+                "adapter does not repeat, so it would not be the model that was trained: use 'pissa' or "
+                "'olora', which are computed again from the base."
+            )
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    prefix = getattr(model.base_model, "prefix", PROMPT)  # of PEFT's names, e.g. "lora_"
+    own = "adaption_" if "AdaptionPrompt" in type(model.base_model).__name__ else PROMPT
+    prefix = getattr(model.base_model, "prefix", own)  # of PEFT's names, e.g. "lora_"
     unused = [name for name in names if ".original_module." in name]
     if unused or not any(str(prefix) in name for name in names):
         what = "of which PEFT runs a copy" if unused else "and no parameter of the adapter"
@@ -134,6 +145,31 @@ def check_adapters(model: nn.Module) -> None:
             "null, which trains the adapter and the head, or set it to "
             f"'{prefix}|modules_to_save'. To train the head alone, drop peft_method."
         )
+
+
+def check_saving(model: nn.Module) -> None:
+    """Refuses weights that are used twice and could not be saved after training.
+
+    Raises:
+      ValueError: tied weights that the class of the model does not name; an adapter's base may have any.
+    """
+    from safetensors.torch import _find_shared_tensors
+    from transformers import PreTrainedModel
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    if hasattr(model, "peft_config"):
+        return
+    state = {name: t for name, t in model.state_dict().items() if has_plain_storage(t)}
+    try:
+        if isinstance(model, PreTrainedModel):
+            remove_tied_weights_from_state_dict(state, model)
+        elif twice := [names for names in _find_shared_tensors(state) if len(names) > 1]:
+            raise RuntimeError(f"Shared tensors {twice}.")
+    except RuntimeError as error:
+        raise ValueError(
+            f"save_model() could not write this model after training: {str(error).splitlines()[0]} Give "
+            "one of them weights of its own (clone()), or name it in the class' _tied_weights_keys."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -53,13 +53,16 @@ def keep_layout_(model: nn.Module) -> None:
 
     On CPUs with bfloat16 products their first forward in eval mode packs the weights anew, and
     `state_dict()` undoes it: the weights would change under a run, which is refused, and be rounded by
-    what was called in between.
+    what was called in between. A bias, which the first forward casts to the dtype in which the layer
+    computes, is cast here.
     """
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False
         if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
             layer.state_dict()
+        if layer.bias is not None and layer.compute_dtype is not None:
+            layer.bias.data = layer.bias.data.to(layer.compute_dtype)
 
 
 def check_precision(model: nn.Module, args: DPZeroConfig) -> None:

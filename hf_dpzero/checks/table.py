@@ -63,6 +63,7 @@ CHECKS: tuple[Check, ...] = (
     Check("evaluation rows", "model", "always", check_evaluation_rows),
     Check("adapters", "model", "always", model.check_adapters, ("model",)),
     Check("trained weights", "model", "always", model.check_trained, ("model",)),
+    Check("saving", "model", "always", model.check_saving, ("model",)),
     Check("layers over the batch", "model", "always", model.check_layers, ("model",)),
     Check("offload", "model", "always", check_offload, ("model", "args")),
     Check("same rows", "objective", "several processes", processes.check_same_rows, ("dataset",)),

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
+from hf_dpzero.objectives.losses import vocabulary_size
 from hf_dpzero.perturbation.directions import Direction
 
 DRAWS = 4
@@ -188,7 +189,7 @@ def random_tokens(schema: Mapping[str, Any], model: nn.Module) -> dict[str, Tens
 def _token_ids(model: Any, config: Any, generator: torch.Generator) -> Tensor:
     """int64 [ROWS, T] without special tokens, but for an end-of-sequence token at the end."""
     text = config.get_text_config()
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = vocabulary_size(model)
     special = _flat([v for k, v in text.to_dict().items() if k.endswith("_token_id")])
     ordinary = torch.tensor([i for i in range(vocabulary) if i not in special])
     positions = getattr(text, "max_position_embeddings", None) or 2 * _TOKENS

@@ -241,6 +241,12 @@ def base_model(model: nn.Module) -> nn.Module:
             return base
 
 
+def vocabulary_size(model: nn.Module) -> int:
+    """Rows of a model's table of token embeddings, also under an adapter; AttributeError without one."""
+    table: Any = base_model(model).get_input_embeddings()  # type: ignore[operator]
+    return int(getattr(table, "num_embeddings", None) or len(table.weight))
+
+
 def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> Inputs:
     """Rolls rows that are padded on the left so that every row starts with its first token.
 

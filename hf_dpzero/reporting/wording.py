@@ -42,7 +42,7 @@ BASE_WEIGHTS = {
     "had been trained before in the same process. They were declared public (base_is_public), which "
     "nothing here can check.",
     NOT_COMPARED: "The weights at the start were not compared with the model that the configuration "
-    "names: it names none, or none that lies on the machine that trained.",
+    "names: it names none, none that lies on the machine that trained, or one that was not loaded.",
 }
 """What the weights were at the start of a run, and the caveat that it takes."""
 

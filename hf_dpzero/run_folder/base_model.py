@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from hf_dpzero.ledger.digests import checksums, state_digest
 from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.perturbation.sharding import address, own_class, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
@@ -35,8 +37,13 @@ _ADVICE = (
     "load the base model again, or set base_is_public: true if what it is now may be taken as public; "
     "the report then says so."
 )
+_ROUNDING = 64 * torch.finfo(torch.float32).eps
 LARGEST = 64 << 20
 """Bytes of initial values, at most; a run with more of them promises no replay."""
+READ_ROWS = ("eva", "corda", "lora_ga")
+"""PEFT's `init_lora_weights` that are computed from rows."""
+UNRELATED = 0.1
+"""Cosine of two matrices, below which neither came out of the other."""
 
 
 class Comparison(NamedTuple):
@@ -45,10 +52,12 @@ class Comparison(NamedTuple):
     Attributes:
       differing: names of parameters and buffers whose values are not the base's.
       fresh: names of parameters that the base does not have, such as a new head or adapter.
+      residual: names of weights that are the base's without what the adapter on them adds.
     """
 
     differing: list[str]
     fresh: list[str]
+    residual: list[str]
 
 
 def mark_as_trained(model: nn.Module, started_from: str, ended_in: str) -> None:
@@ -98,12 +107,16 @@ def check_start(
             "resume_from_checkpoint; to spend more on its result, extends_run."
         )
     compared = compare_with_named(model)
-    changed = [*(compared.differing if compared else ()), *trained_adapters(model)]
+    residual = compared.residual if compared else ()
+    changed = [*(compared.differing if compared else ()), *trained_adapters(model, (), residual)]
     if changed and not declared_public:
+        own = sorted({str(init) for init in initialisations(model).values()} - {"True"})
+        cause = f" or started so by init_lora_weights={', '.join(own)}" if own else ""
         raise ValueError(
             f"{changed[0]} and {len(changed) - 1} more tensors are not what the base model "
             f"{', '.join(base_names(model)) or '(fresh adapters)'} has: the model was changed after it "
-            f"was loaded, and if private rows did it, this run's epsilon does not cover that: {_ADVICE}"
+            f"was loaded{cause}, and if private rows did it, this run's epsilon does not cover that: "
+            f"{_ADVICE}"
         )
     if marks or changed:
         return DECLARED, compared
@@ -148,6 +161,10 @@ def check_extended_start(model: nn.Module, folder: str) -> str:
                 other.append(name)
         covered = {address(held[name]) for name in files if name in held}
     compared, named = compare_with_named(model), dict(model.named_parameters())
+    if compared and compared.differing:  # by that run's start, such as PiSSA's
+        header = Trajectory.load(Path(folder) / SHIPPING_NAME).header
+        if header.get("frozen_digest") == digest_frozen(model):
+            covered |= {address(p) for p in named.values() if not p.requires_grad}
     for name in compared.differing if compared else ():
         if name not in named or address(named[name]) not in covered:
             other.append(name)
@@ -187,23 +204,74 @@ def check_frozen(model: nn.Module, header: Mapping[str, Any]) -> None:
         )
 
 
-def trained_adapters(model: nn.Module, covered: Collection[int] = ()) -> list[str]:
-    """Returns the names of LoRA layers whose product B A is not zero, as it is in a fresh adapter.
+def initialisations(model: nn.Module) -> dict[str, Any]:
+    """Returns `init_lora_weights` of the LoRA adapters of a PEFT model, by name."""
+    configs = getattr(model, "peft_config", None)
+    every = configs.items() if isinstance(configs, Mapping) else ()
+    return {k: c.init_lora_weights for k, c in every if hasattr(c, "init_lora_weights")}
+
+
+@torch.no_grad()
+def trained_adapters(
+    model: nn.Module, covered: Collection[int] = (), residual: Collection[str] = ()
+) -> list[str]:
+    """Returns the names of LoRA layers that add something, or were initialised from rows.
 
     Args:
       model: any.
       covered: addresses (`data_ptr`) of tensors that are known; layers of these are left out.
+      residual: weights that lack what their layers add, which may then add something.
     """
+    of_rows = {key for key, init in initialisations(model).items() if init in READ_ROWS}
     found = []
-    for name, module in model.named_modules():
-        for kind in ("lora", "lora_embedding"):
-            down, up = (getattr(module, f"{kind}_{part}", None) or {} for part in "AB")
-            for key in down:
-                pair = [getattr(part[key], "weight", part[key]) for part in (down, up)]
-                known = all(address(tensor) in covered for tensor in pair)
-                if not known and all(bool(whole(tensor).detach().ne(0).any()) for tensor in pair):
-                    found.append(f"{name}.{kind}.{key}")
+    for name, layer in model.named_modules():
+        balanced = f"{name}.base_layer.weight" in residual
+        for key, factors in _adapters_on(layer):
+            if all(address(factor) in covered for factor in factors):
+                continue
+            added, rounding = _added(layer, key, factors)
+            if key in of_rows or not (balanced or float(added.abs().max()) <= rounding):
+                found.append(f"{name}.lora.{key}")
     return found
+
+
+def _adapters_on(layer: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
+    """The LoRA adapters of a layer by name, each with the factors A, B (and of AdaLoRA E)."""
+    for kind in ("lora", "lora_embedding"):
+        parts = [getattr(layer, f"{kind}_{part}", None) or {} for part in "ABE"]
+        for key in parts[0]:
+            yield key, [getattr(p[key], "weight", p[key]) for p in parts if key in p]
+
+
+def _added(layer: Any, key: str, factors: Sequence[Tensor]) -> tuple[Tensor, float]:
+    """What an adapter adds to the weight of its layer, and a bound on its rounding."""
+    if not all(bool(whole(factor).detach().ne(0).any()) for factor in factors):
+        return torch.zeros(1), 0.0
+    if len(factors) > 2 or not hasattr(layer, "get_delta_weight"):
+        return torch.ones(1), 0.0
+    down, up = (whole(factor).detach().float() for factor in factors)
+    size = up.flatten(1).norm(dim=1).max() * down.flatten(1).norm(dim=0).max()
+    dtype, error = layer.get_base_layer().weight.dtype, _ROUNDING
+    # PEFT casts fresh factors to the weight's dtype and then to float32, where training moves them off
+    # the coarser numbers.
+    on_grid = all(f.dtype != dtype and torch.equal(f, f.to(dtype).to(f.dtype)) for f in factors)
+    if dtype.is_floating_point and on_grid:
+        error = max(error, torch.finfo(dtype).eps)
+    added = whole(layer.get_delta_weight(key)).detach().float().cpu()
+    return added, error * float(size) * abs(layer.scaling[key])
+
+
+def _without_adapters(model: nn.Module, name: str, own: Tensor, tensor: Tensor) -> bool:
+    """Whether a weight is a base's `tensor` minus what adapters add to it (PiSSA, OLoRA).
+
+    The model then computes what its base does, up to the rounding of the subtraction.
+    """
+    layer, own = model.get_submodule(name.rpartition(".base_layer.")[0]), whole(own).detach().cpu()
+    left, rounding = tensor.to(own.dtype).float(), _ROUNDING * float(tensor.abs().max())
+    for added, error in (_added(layer, *adapter) for adapter in _adapters_on(layer)):
+        left, rounding = left - added, rounding + error
+    low, high = (left - rounding).to(own.dtype), (left + rounding).to(own.dtype)
+    return bool(((low <= own) & (own <= high)).all()) and not torch.equal(left, tensor.float())
 
 
 @torch.no_grad()
@@ -226,7 +294,8 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
         return None
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    differing, fresh, embeddings = [], [], set[int]()
+    differing, fresh, residual = list[str](), list[str](), list[str]()
+    related, embeddings = set[bool](), set[int]()
     for part in ("get_input_embeddings", "get_output_embeddings"):
         with contextlib.suppress(NotImplementedError, AttributeError):
             embeddings.add(id(getattr(base_model(model), part)().weight))
@@ -243,10 +312,29 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
             ]
             if not any(tensor.shape == parameter.shape for tensor in tensors):
                 fresh += [name] if name in named else []
-            if tensors and not any(_as_saved(parameter, tensor) for tensor in tensors):
-                differing.append(name)
-    # Where every parameter is fresh the names have nothing in common: nothing was compared.
-    return Comparison(differing, fresh) if len(fresh) < len(named) else None
+            if not tensors:
+                continue
+            as_saved = any(_as_saved(parameter, tensor) for tensor in tensors)
+            if name in named and parameter.dim() > 1:
+                related.add(as_saved or any(_related(parameter, tensor) for tensor in tensors))
+            if not as_saved:
+                adapted = ".base_layer." in name and parameter.dim() > 1
+                without = adapted and any(
+                    _without_adapters(model, name, parameter, t) for t in tensors
+                )
+                (residual if without else differing).append(name)
+    # Where every parameter is fresh the names have nothing in common: nothing was compared. Nor was it
+    # where no matrix has: the model was made from the configuration alone, which keeps the name.
+    unknown = len(fresh) == len(named) or related == {False}
+    return None if unknown else Comparison(differing, fresh, residual)
+
+
+def _related(parameter: Tensor, tensor: Tensor) -> bool:
+    """Whether two matrices are correlated in the rows that both have."""
+    rows = min(len(parameter), len(tensor))
+    own, saved = (t[:rows].flatten().double() for t in (whole(parameter).detach().cpu(), tensor))
+    least = max(UNRELATED, 6 / math.sqrt(len(own)))  # of random ones, six deviations
+    return bool((own @ saved).abs() > least * own.norm() * saved.norm())
 
 
 def _as_saved(parameter: Tensor, tensor: Tensor) -> bool:
@@ -305,9 +393,8 @@ def write_initial_values(
     if compared is None or compared.differing:
         return
     named = dict(model.named_parameters())
-    values = {
-        name: whole(named[name]).detach().cpu().contiguous().clone() for name in compared.fresh
-    }
+    kept = [*compared.fresh, *compared.residual]
+    values = {name: whole(named[name]).detach().cpu().contiguous().clone() for name in kept}
     dtypes = {p.dtype for name, p in named.items() if name not in values}
     description = _description(model)
     size = sum(value.numel() * value.element_size() for value in values.values())

@@ -130,6 +130,7 @@ REFUSED: dict[str, tuple[Made, str]] = {
 
 ELSEWHERE = {
     "process group": "test_processes_that_each_take_the_whole_batch_are_refused",
+    "saving": "test_a_layer_that_shares_the_heads_weights_is_refused_before_it_cannot_be_saved",
     "same rows": "test_processes_with_other_rows_are_refused",
     "offload": "test_several_processes_are_sent_to_fsdp2",
     "mixed precision": "test_autocast_around_the_call_is_refused",
