@@ -335,8 +335,8 @@ BUGS = (
         "A run goes on with a ledger that was put back to fewer steps than were released.",
         "hf_dpzero/run_folder/folder.py",
         "tests/attacks/test_forks_and_rollbacks.py::test_a_ledger_that_was_cut_back_is_refused",
-        "        refuse_lost_releases(folder, ledger)\n",
-        "        pass\n"),
+        "            refuse_lost_releases(folder, ledger)\n",
+        "            pass\n"),
     # ---- accounting
     Bug("replacement_by_rdp_not_doubled",
         "Replacing an example under the RDP accountant is accounted like adding one.",

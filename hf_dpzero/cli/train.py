@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_dpzero.cli.options import Evaluate, Train
-from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.privacy.words import schedule_curves
 from hf_dpzero.recipes import build
 from hf_dpzero.recipes.adapters import ADAPTER_FILE
@@ -28,6 +26,7 @@ from hf_dpzero.reporting.model_card import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
 from hf_dpzero.reporting.public import RECIPE_FILE
+from hf_dpzero.run_folder.earlier import refuse_interrupted
 from hf_dpzero.run_folder.folder import checkpoint_of
 
 if TYPE_CHECKING:
@@ -47,12 +46,8 @@ def run_train(arguments: Train) -> None:
     folder = recipe.output_dir
     # The trainer refuses this too; here it is said before the model and the data are loaded.
     checkpoint_of(folder, resume)
-    if resume is None and (folder / LEDGER_NAME).exists():
-        raise LedgerError(
-            f"{folder} holds the ledger of an earlier run: continue it with "
-            "--resume_from_checkpoint, or train into another --output_dir. Its privacy budget "
-            "stays spent either way."
-        )
+    if resume is None:
+        refuse_interrupted(folder)
     if (unused := unused_settings(recipe)) and recipe.training.should_log:
         from transformers.utils import logging
 

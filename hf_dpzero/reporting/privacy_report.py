@@ -37,6 +37,7 @@ from hf_dpzero.reporting.wording import (
     part_words,
     relation_words,
     round_up,
+    set_aside_words,
     statement,
     tuning_words,
     weak_claims,
@@ -51,7 +52,7 @@ REPORT_FILE = "privacy_report.json"
 _PACKAGES = ("hf-dpzero", "torch", "transformers", "dp-accounting", "opendp", "numpy")
 _REPEATED: Mapping[str, Any] = {
     "privacy_unit": EXAMPLE, "tuning": "none", "earlier_runs": [], "base_weights": NOT_COMPARED,
-    "forward_passes": "", "processes": "",
+    "forward_passes": "", "processes": "", "set_aside": {},
 }  # fmt: skip
 """Entries of a ledger's header that the report repeats, and what stands for a missing one."""
 _RUN_ENTRY = {"folder": str, "private": bool, "statement": str}
@@ -98,6 +99,9 @@ class PrivacyReport:
         whose cost is in `epsilon`.
       earlier_runs: of this package, that the base model came out of, the latest first; `epsilon` does
         not cover them. Each has the `folder`'s name, and that run's `private` and `statement`.
+      set_aside: `runs` that were made in the same folder before, and the `epsilon` of these and this
+        run's whole plan together, if they are on the same rows; None where there is none. `epsilon` of
+        the report does not cover them. {} where there were none.
       base_weights: what the weights were at the start. "equal_to_named": those of the model that the
         configuration names, wherever that has them; "declared_public": something else, which the user
         declared public; "not_compared": nothing on this machine to compare with.
@@ -147,6 +151,7 @@ class PrivacyReport:
     log_private_diagnostics: bool
     tuning: Tuning
     earlier_runs: list[dict[str, Any]]
+    set_aside: dict[str, Any]
     base_weights: str
     forward_passes: str
     processes: str
@@ -308,8 +313,8 @@ class PrivacyReport:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
         # Keys that later versions added: an older report goes on being read.
-        older = {"groups": "", "forward_passes": "", "processes": "", "shipped_step": None}
-        values = {**older, **values}
+        older = {**dict.fromkeys(("groups", "forward_passes", "processes"), ""), "set_aside": {}}
+        values = {"shipped_step": None, **older, **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -398,6 +403,7 @@ class PrivacyReport:
             ("tuning", tuning_words(self.tuning)),
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
             *([("says little", "; ".join(weak))] if weak else []),
+            *([("set aside", set_aside_words(self.set_aside))] if self.set_aside else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
         ]
 

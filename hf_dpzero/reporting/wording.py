@@ -182,6 +182,18 @@ def part_words(part: Mapping[str, Any]) -> str:
     )
 
 
+def set_aside_words(set_aside: Mapping[str, Any]) -> str:
+    """The runs that were set aside in a run's folder (the report's `set_aside`), for a table."""
+    runs = "; ".join(
+        f"{run['folder']}: {run['steps']} of {run['planned_steps']} steps of {run['method']}, "
+        + ("NOT PRIVATE" if run["epsilon"] is None else f"epsilon {round_up(run['epsilon'])} alone")
+        for run in set_aside["runs"]
+    )
+    together = set_aside["epsilon"]
+    added = "no epsilon is known" if together is None else f"epsilon {round_up(together)}"
+    return f"{runs}; NOT COVERED by this epsilon: on the same rows, {added} for all together"
+
+
 def base_words(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
     """The runs that the base model came out of, in a few words, for a table."""
     names = (f"{run['folder']}{'' if run['private'] else ' (NOT PRIVATE)'}" for run in earlier_runs)

@@ -7,6 +7,7 @@ and of which the ledger does not know would be spent twice.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -46,6 +47,7 @@ from hf_dpzero.run_folder.checkpoints import (
     read_state,
     way_out,
 )
+from hf_dpzero.run_folder.earlier import refuse_interrupted, refuse_own_base, set_aside
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -146,6 +148,43 @@ def ledger_header(run: Run) -> dict[str, Any]:
     return header
 
 
+def check_folder(run: Run, checkpoint: str | None, resumes: bool) -> None:
+    """Refuses what lies in a run's folder, on rank 0 for all, before the model is tried.
+
+    Args:
+      run: nothing of it was checked yet.
+      checkpoint, resumes: as of `start_or_resume`.
+
+    Raises:
+      LedgerError: the ledger is missing, damaged or of another run, or a run there was interrupted; or
+        something was made by releases that the ledger does not hold.
+    """
+    folder = run.output_dir
+    path = folder / LEDGER_NAME
+
+    def on_main() -> None:
+        if not resumes:
+            refuse_interrupted(folder)
+            refuse_own_base(run)
+            refuse_lost_releases(folder, Trajectory.load(path) if path.exists() else None)
+            return
+        if not path.exists():
+            own = folder if checkpoint is None else Path(checkpoint).resolve().parent
+            advice = "put it back there, or start afresh in another output_dir."
+            if (own / LEDGER_NAME).exists():
+                advice = f"that of {checkpoint} is in {own}: set output_dir to it to go on with it."
+            raise LedgerError(
+                f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
+            )
+        header = ledger_header(run)
+        for name in ("trainable", "decayed"):  # not chosen yet
+            del header[name]
+        with contextlib.closing(Trajectory.open(path, header)) as ledger:
+            refuse_lost_releases(folder, ledger)
+
+    collectives.on_main(on_main, lambda: None)
+
+
 def start_or_resume(
     run: Run, header: dict[str, Any], checkpoint: str | None, resumes: bool
 ) -> RunState:
@@ -165,24 +204,12 @@ def start_or_resume(
     """
     if not resumes:
         return _start(run, header)
-    folder = run.output_dir
-    path = folder / LEDGER_NAME
-    if not path.exists():
-        own = folder if checkpoint is None else Path(checkpoint).resolve().parent
-        advice = "put it back there, or start afresh in another output_dir."
-        if (own / LEDGER_NAME).exists():
-            advice = (
-                f"that of {checkpoint} is in {own}: set output_dir to that folder to go on with it."
-            )
-        raise LedgerError(
-            f"{path} is missing, and without it nobody knows how much budget was spent: {advice}"
-        )
+    path = run.output_dir / LEDGER_NAME
     # The first process alone holds the file's lock and writes; the others have a copy in memory.
     ledger = collectives.on_main(
         lambda: Trajectory.open(path, header), lambda: Trajectory.load(path)
     )
     try:
-        refuse_lost_releases(folder, ledger)
         # Processes on several machines may see other disks under one path.
         compare({"releases": ledger.digest()})
         check_resumed(run.plan, ledger)
@@ -208,9 +235,14 @@ def _start(run: Run, header: dict[str, Any]) -> RunState:
     }
     folder = run.output_dir
     path = folder / LEDGER_NAME
-    if not path.exists():  # one that exists is refused below, for what it is
-        refuse_lost_releases(folder, None)
-        collectives.on_main(lambda: _set_aside(folder), lambda: None)
+
+    def cleared() -> dict[str, Any]:
+        if not path.exists():
+            _set_aside(folder)
+        return set_aside(run)
+
+    if aside := collectives.shared(collectives.on_main(cleared, dict)):
+        header["set_aside"] = aside
     # Directions are public, but two runs must not share them: each draws its own key.
     header.setdefault("direction_key", f"{new_key():032x}")
     header["direction_key"] = collectives.shared(header["direction_key"])

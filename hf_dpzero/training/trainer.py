@@ -39,6 +39,7 @@ from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
 from hf_dpzero.run_folder.folder import (
+    check_folder,
     checkpoint_of,
     keep_batch_size,
     ledger_header,
@@ -306,6 +307,7 @@ class DPZeroMixin(PublishingTrainer):
         if run.plan.groups is not None:
             column = str(self.args.group_robust.column)
             run.row_groups = row_groups(run.plan.groups, column, self.train_dataset)
+        check_folder(run, resume, resumes=bool(resume_from_checkpoint))
         check_uploads(run.plan, self.callback_handler.callbacks)
         with run.resources:
             prepare(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tiny_runs import SECRET, build, stopping, tiny_data
 from hf_dpzero import Trajectory
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
-from hf_dpzero.reporting import hub
+from hf_dpzero.reporting import hub, verification
 
 SAVED: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **SECRET}
 
@@ -63,3 +64,76 @@ def test_a_batch_made_of_accumulation_stays_on_other_processes(tmp_path: Path, h
     other = {**given, "gradient_accumulation_steps": 5}  # 12 is no multiple of 15
     with pytest.raises(LedgerError, match="expected_batch_size: 12.0 -> 15.0"):
         build(tmp_path, data=tiny_data(60), **other).train(resume_from_checkpoint=True)
+
+
+def test_a_finished_run_is_set_aside_and_counted(tmp_path: Path, heard: Any) -> None:
+    """Three runs of one script: the second and the third say what all of them spent."""
+    (tmp_path / "README.md").write_text("mine")
+    trainers = []
+    for _ in range(3):
+        trainers.append(build(tmp_path, **SAVED))
+        trainers[-1].train()
+        trainers[-1].save_model()
+    assert "earlier-2: 4 of 4 steps of dpzero" in heard.text
+    for name in ("earlier-1", "earlier-2"):  # whole folders of runs
+        assert verification.report_of(tmp_path / name).steps == 4
+        assert (tmp_path / name / "checkpoint-4").is_dir()
+    assert (tmp_path / "README.md").read_text() == "mine"
+    report = verification.report_of(tmp_path)
+    delta, plan = report.delta, trainers[0].plan
+    own = plan.epsilon(delta)
+    # four steps, each as four times as many of one plan: three equal runs compose as one of 12
+    all_three = replace(plan, steps=12).epsilon(delta)
+    assert report.epsilon == own and own < all_three < 3 * own
+    assert [run["epsilon"] for run in report.set_aside["runs"]] == [own, own]
+    assert report.set_aside["epsilon"] == pytest.approx(all_three, rel=1e-3)
+    assert "NOT COVERED by this epsilon: on the same rows, epsilon" in str(report)
+    assert "| set aside | earlier-1" in hub.write_model_card(tmp_path).read_text()
+    extending = build(tmp_path, extends_run=str(tmp_path / "earlier-1"), **SAVED)
+    assert extending.plan.after  # a folder that another run can extend
+
+
+def test_an_interrupted_private_run_is_not_paid_for_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    build(tmp_path, **SAVED, trainer_settings=stopping(3)).train()
+    before = sorted(path for path in tmp_path.rglob("*"))
+    monkeypatch.setattr("hf_dpzero.training.trainer.prepare", lambda run: pytest.fail("too late"))
+    with pytest.raises(
+        LedgerError, match="run, interrupted after 3 of 4 steps: go on with it at no"
+    ):
+        build(tmp_path, **SAVED).train()
+    with pytest.raises(LedgerError, match=r"clip: 5.0 -> 4.0"):
+        build(tmp_path, **{**SAVED, "clip": 4.0}).train(resume_from_checkpoint=True)
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+    (tmp_path / LEDGER_NAME).rename(tmp_path / "elsewhere")
+    with pytest.raises(LedgerError, match=r"made by \d steps that trajectory.ledger does not"):
+        build(tmp_path, **SAVED).train()
+    with pytest.raises(LedgerError, match="trajectory.ledger is missing"):
+        build(tmp_path, **SAVED).train(resume_from_checkpoint=True)
+
+
+def test_runs_without_privacy_start_anew(tmp_path: Path, heard: Any) -> None:
+    plain = {
+        **SAVED,
+        "method": "mezo",
+        **dict.fromkeys(("noise_multiplier", "target_delta", "clip")),
+    }
+    build(tmp_path, **plain, trainer_settings=stopping(3)).train()
+    again = build(tmp_path, **plain)
+    again.train()
+    assert again.privacy_report().set_aside == {}
+    assert Trajectory.load(tmp_path / "earlier-1" / LEDGER_NAME).next_step == 3
+    private = build(tmp_path, **SAVED)  # on the same rows nothing bounds what all of them released
+    private.train()
+    assert private.privacy_report().set_aside["epsilon"] is None
+    assert "steps of mezo, NOT PRIVATE" in str(private.privacy_report())
+
+
+def test_a_run_that_starts_from_the_folder_is_refused(tmp_path: Path) -> None:
+    first = build(tmp_path, **SAVED)
+    first.train()
+    first.save_model()
+    model = type(first.model).from_pretrained(tmp_path)
+    with pytest.raises(LedgerError, match="whose weights this one starts from"):
+        build(tmp_path, model, **SAVED).train()
+    with pytest.raises(LedgerError, match="whose weights this one starts from"):
+        build(tmp_path, extends_run=str(tmp_path), **SAVED).train()

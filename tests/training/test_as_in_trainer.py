@@ -267,7 +267,7 @@ def test_a_checkpoint_of_another_folder_names_that_folder(tmp_path):
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     build(there, **fields).train()
     checkpoint = there / "checkpoint-2"
-    words = rf"that of {checkpoint} is in {there}: set output_dir to that folder"
+    words = rf"that of {checkpoint} is in {there}: set output_dir to it"
     with pytest.raises(LedgerError, match=words):
         build(here, **fields).train(resume_from_checkpoint=str(checkpoint))
     again = build(there, **fields)

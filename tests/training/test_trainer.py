@@ -745,10 +745,3 @@ def test_a_row_whose_loss_is_nan_changes_neither_strategy_nor_prefix(tmp_path, c
         seen.append((differences.strategy, differences.prefix is None))
     assert seen[0] == seen[1] == ("whole_model", False)
     assert "reuse_frozen_prefix is off" not in caplog.text
-
-
-def test_a_second_run_beside_checkpoints_is_refused_for_what_it_is(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    build(tmp_path, **settings).train()
-    with pytest.raises(LedgerError, match="earlier run"):
-        build(tmp_path, **settings).train()

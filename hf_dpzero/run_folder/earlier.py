@@ -1,0 +1,138 @@
+"""Earlier runs in a run's folder: refused where they were interrupted, else set aside and counted.
+
+A run that starts where a finished one lies moves that run's files to `earlier-N`, a run's folder of its
+own. What it spent stays spent: the new run's report lists it (`set_aside`), with the epsilon of all
+together if they were on the same rows. An interrupted private run is refused: it goes on at no cost, and
+another start would pay a second time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.reporting.hub import CARD_FILE, COPIED, FOLDER_NAME, WRITTEN
+from hf_dpzero.reporting.provenance import base_origins
+from hf_dpzero.reporting.wording import set_aside_words
+from hf_dpzero.run import Run
+from hf_dpzero.run_folder import keys
+from hf_dpzero.run_folder.checkpoints import UNFINISHED
+
+logger = logging.get_logger(__name__)
+
+NAME = "earlier-"
+"""What folders of runs that were set aside begin with."""
+
+_FILES = (
+    *(name for name in (*COPIED, *WRITTEN) if name != CARD_FILE),
+    *("*_results.json", TRAINER_STATE_NAME, TRAINING_ARGS_NAME),
+    *(f"{PREFIX_CHECKPOINT_DIR}-*", UNFINISHED, FOLDER_NAME),
+)
+
+
+def refuse_interrupted(folder: Path) -> None:
+    """Refuses to start a run where a private one did not end, or where one is being written.
+
+    A run has ended with its last step, or with `save_model` after its last release.
+
+    Raises:
+      LedgerError: says how to go on with it.
+    """
+    path, shipped = folder / LEDGER_NAME, folder / SHIPPING_NAME
+    if not path.exists():
+        return
+    with closing(Trajectory.open(path)) as ledger:
+        plan, taken = PrivacyPlan.from_dict(ledger.header["plan"]), ledger.next_step
+        saved = shipped.is_file() and Trajectory.load(shipped).digest() == ledger.digest()
+    if plan.private and 0 < taken < plan.steps and not saved:
+        raise LedgerError(
+            f"{path} is the ledger of an earlier run, interrupted after {taken} of {plan.steps} "
+            "steps: go on with it at no further cost (--resume_from_checkpoint, or "
+            "train(resume_from_checkpoint=True)), or train into another output_dir. Its privacy budget "
+            "stays spent either way."
+        )
+
+
+def refuse_own_base(run: Run) -> None:
+    """Refuses to set aside the files that the model was loaded from, or the run that it extends.
+
+    Raises:
+      LedgerError: the run could not be resumed or replayed without them.
+    """
+    folder, extended = run.output_dir.resolve(), run.args.extends_run
+    names = [origin.path for origin in base_origins(run.model)] + [extended] * bool(extended)
+    used = {Path(str(name)).resolve() for name in names}
+    if (folder / LEDGER_NAME).exists() and used & {folder, *_files_of(folder)}:
+        raise LedgerError(
+            f"{folder / LEDGER_NAME} is the ledger of an earlier run, whose weights this one starts "
+            "from: train into another output_dir (extends_run adds up the budgets of both)."
+        )
+
+
+def set_aside(run: Run) -> dict[str, Any]:
+    """Moves the run that lies in a run's folder to `earlier-N`, its ledger last; removes its keys.
+
+    Args:
+      run: that starts, after `refuse_interrupted` and `refuse_own_base`.
+
+    Returns:
+      The report's `set_aside`; {} for a run that is not private, and where nothing was spent.
+    """
+    folder = run.output_dir
+    refuse_interrupted(folder)  # again: another process may have begun there
+    if (folder / LEDGER_NAME).exists():
+        numbers = (folder / f"{NAME}{number}" for number in itertools.count(1))
+        place = next(path for path in numbers if not path.exists())
+        place.mkdir()
+        for path in (*(folder / keys.FOLDER).glob(f"*{keys.FILE}*"), *_files_of(folder)):
+            path.unlink() if path.parent.name == keys.FOLDER else path.rename(place / path.name)
+        (folder / LEDGER_NAME).rename(place / LEDGER_NAME)
+        logger.warning(f"{folder} held an earlier run, which is set aside as {place.name}.")
+    spent = _spent(run) if run.plan.private else {}
+    if spent:
+        logger.warning(f"runs in {folder} before this one: {set_aside_words(spent)}.")
+    return spent
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """What a run writes into its folder, but for its ledger and keys."""
+    found = {path for pattern in _FILES for path in folder.glob(pattern)}
+    card = folder / CARD_FILE  # another README.md is not the run's
+    ours = card.is_file() and "privacy_report.json" in card.read_text(errors="replace")
+    return [*sorted(found), *([card] if ours else [])]
+
+
+def _spent(run: Run) -> dict[str, Any]:
+    """What the runs that were set aside spent, each alone and all with this one's whole plan."""
+    covered = {entry["trajectory_digest"] for entry in run.extended}
+    runs, plans = [], []
+    for path in sorted(run.output_dir.glob(f"{NAME}*/{LEDGER_NAME}")):
+        ledger = Trajectory.load(path)
+        if not ledger.releases or ledger.digest() in covered:
+            continue
+        plan, steps = PrivacyPlan.from_dict(ledger.header["plan"]), ledger.next_step
+        plans += [*plan.after, (replace(plan, after=()), steps)]
+        runs.append(
+            {
+                **{"folder": path.parent.name, "method": plan.mechanism.name},
+                **{"steps": steps, "planned_steps": plan.steps},
+                "epsilon": plan.epsilon(run.delta, at=steps) if plan.private else None,
+            }
+        )
+    if not runs:
+        return {}
+    try:
+        together = replace(run.plan, after=(*run.plan.after, *plans)).epsilon(run.delta)
+    except ValueError:  # not private, of other rows or another relation
+        together = None
+    return {"runs": runs, "epsilon": together}
