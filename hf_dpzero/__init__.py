@@ -10,8 +10,10 @@ and the mathematics can be used without transformers.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -80,9 +82,28 @@ def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
 
 
+def _refuse_older_releases() -> None:
+    from importlib import metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a checkout that was not installed
+        for asked in metadata.requires(__name__) or ():
+            found = re.match(r"([\w-]+)[^;]*>=([\d.]+)[^;]*$", asked)  # behind ";": an extra
+            if found and _numbers(has := metadata.version(found[1])) < _numbers(found[2]):
+                raise ImportError(
+                    f"{found[1]} {has} is older than what hf_dpzero was tested with: "
+                    f"pip install -U '{found[1]}>={found[2]}'."
+                )
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", release)[:3]]
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOME[name].startswith(("settings", "training")):  # the mathematics asks for less
+        _refuse_older_releases()
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -96,3 +98,19 @@ def test_the_version_is_the_installed_one():
         assert hf_dpzero.__version__ == version("hf-dpzero")
     except PackageNotFoundError:
         pytest.skip("run from a checkout that is not installed")
+
+
+def test_a_release_below_the_oldest_is_refused_in_words(monkeypatch):
+    """Before anything of transformers is imported; the mathematics does without."""
+    version = metadata.version
+    for has, good in (("4.57.6", False), ("5.2.9", False), ("5.3.0", True), ("5.30.0.dev0", True)):
+        monkeypatch.setattr(
+            metadata,
+            "version",
+            lambda name, has=has: has if name == "transformers" else version(name),
+        )
+        monkeypatch.delitem(vars(hf_dpzero), "DPZeroConfig", raising=False)
+        words = rf"transformers {has} is older .* pip install -U 'transformers>=5\.3'"
+        with contextlib.nullcontext() if good else pytest.raises(ImportError, match=words):
+            assert hf_dpzero.DPZeroConfig.__name__ == "DPZeroConfig"
+        assert hf_dpzero.__getattr__("PrivacyPlan") is hf_dpzero.PrivacyPlan

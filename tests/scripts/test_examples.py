@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 from tiny_language_models import (
     WORDS,
@@ -28,7 +29,6 @@ from transformers import (
     BartForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
-    ViTImageProcessorPil,
 )
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
@@ -112,7 +112,9 @@ def save_image_model(folder: Path) -> Path:
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
     config = ViTConfig(**sizes, **layers)
     seeded(lambda: ViTForImageClassification(config), 0).save_pretrained(folder)
-    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(folder)
+    # the one without torchvision, which older releases call by the plain name
+    plain = getattr(transformers, "ViTImageProcessorPil", None) or transformers.ViTImageProcessor
+    plain(size={"height": 8, "width": 8}).save_pretrained(folder)
     return folder
 
 
