@@ -104,7 +104,8 @@ class PrivacyReport:
         the report does not cover them. {} where there were none.
       base_weights: what the weights were at the start. "equal_to_named": those of the model that the
         configuration names, wherever that has them; "declared_public": something else, which the user
-        declared public; "not_compared": nothing on this machine to compare with.
+        declared public; "not_compared": nothing on this machine to compare with; "trained_before": of
+        a run that is not private.
       forward_passes: how examples were evaluated. "fixed shapes": several in a pass, whose size follows
         from their places (`batches.placement`); "one example": each by itself; "": several in batches
         of any shape, or not known.

@@ -32,6 +32,7 @@ EXAMPLE, BLOCK = "example", "block of text"
 NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
 EQUAL, DECLARED, NOT_COMPARED = "equal_to_named", "declared_public", "not_compared"
 EQUAL_BUT_NEW, EXTENDED = "equal_to_named_but_new_parts", "of_the_extended_run"
+TRAINED = "trained_before"
 BASE_WEIGHTS = {
     EQUAL: None,
     EXTENDED: None,
@@ -41,6 +42,7 @@ BASE_WEIGHTS = {
     DECLARED: "The weights at the start were not those of the model that the configuration names, or "
     "had been trained before in the same process. They were declared public (base_is_public), which "
     "nothing here can check.",
+    TRAINED: "The weights at the start had been trained before, which a run that is not private may.",
     NOT_COMPARED: "The weights at the start were not compared with the model that the configuration "
     "names: it names none, none that lies on the machine that trained, or one that was not loaded.",
 }

@@ -30,7 +30,14 @@ from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.reporting.weights import open_each, open_weights, plain_name, saved_tensors
-from hf_dpzero.reporting.wording import DECLARED, EQUAL, EQUAL_BUT_NEW, EXTENDED, NOT_COMPARED
+from hf_dpzero.reporting.wording import (
+    DECLARED,
+    EQUAL,
+    EQUAL_BUT_NEW,
+    EXTENDED,
+    NOT_COMPARED,
+    TRAINED,
+)
 
 _MARK, _END = "_hf_dpzero_started_from", "_hf_dpzero_ended_in"
 _ADVICE = (
@@ -77,7 +84,7 @@ def mark_as_trained(model: nn.Module, started_from: str, ended_in: str) -> None:
 
 
 def check_start(
-    model: nn.Module, declared_public: bool, extended: str | None = None
+    model: nn.Module, declared_public: bool, extended: str | None = None, private: bool = True
 ) -> tuple[str, Comparison | None]:
     """Refuses a model that was trained before, unless the user declares it public.
 
@@ -88,6 +95,7 @@ def check_start(
       model: as the run starts with it.
       declared_public: the setting `base_is_public`.
       extended: folder of a run that this one continues from (see `check_extended_start`).
+      private: whether the run claims anything; else nothing is refused.
 
     Returns:
       The report's `base_weights`, and the comparison with the named base, if there was one.
@@ -100,7 +108,8 @@ def check_start(
     marks = {vars(module).get(_MARK) for module in model.modules()} - {None}
     # A model that was put back to what it was has forgotten the rows.
     marks -= {state_digest(model)} if marks else set()
-    if marks and not declared_public:
+    refused = private and not declared_public
+    if marks and refused:
         raise ValueError(
             "this model was trained on the private data already, by an earlier run of this process, "
             f"whose cost is not in this run's epsilon: {_ADVICE} To continue that run, use "
@@ -109,7 +118,7 @@ def check_start(
     compared = compare_with_named(model)
     residual = compared.residual if compared else ()
     changed = [*(compared.differing if compared else ()), *trained_adapters(model, (), residual)]
-    if changed and not declared_public:
+    if changed and refused:
         own = sorted({str(init) for init in initialisations(model).values()} - {"True"})
         cause = f" or started so by init_lora_weights={', '.join(own)}" if own else ""
         raise ValueError(
@@ -119,7 +128,7 @@ def check_start(
             f"{_ADVICE}"
         )
     if marks or changed:
-        return DECLARED, compared
+        return (DECLARED if declared_public else TRAINED), compared
     if compared:
         return (EQUAL_BUT_NEW if compared.fresh else EQUAL), compared
     return DECLARED if declared_public else NOT_COMPARED, None

@@ -85,16 +85,17 @@ def checkpoint_of(output_dir: Path, resume: str | bool | None) -> str | None:
     if resume is not True:
         if resume and not (isinstance(resume, (str, os.PathLike)) and Path(resume).is_dir()):
             raise ValueError(
-                f"resume_from_checkpoint={resume!r} is no folder: give a checkpoint's, or True for the "
-                "last one in output_dir."
+                f"Can't find a valid checkpoint at {resume}: resume_from_checkpoint is a checkpoint's "
+                "folder, or True for the last one in output_dir."
             )
         return resume or None
     if complete := complete_checkpoints(output_dir):
         return str(complete[-1])
     if not (output_dir / LEDGER_NAME).is_file():
         raise ValueError(
-            f"{output_dir} has no checkpoint and no {LEDGER_NAME} to resume from: a run that was "
-            "killed before it had a ledger released nothing; start it without resume_from_checkpoint."
+            f"No valid checkpoint found in output directory ({output_dir}), and no {LEDGER_NAME} to "
+            "resume from: a run that was killed before it had a ledger released nothing; start it "
+            "without resume_from_checkpoint."
         )
     return None
 
@@ -265,7 +266,10 @@ def _checked_start(run: Run) -> tuple[str, Comparison | None]:
         ledger = check_extended(args.extends_run, args.privacy_unit, run.plan.after)
         refuse_lost_releases(Path(args.extends_run), ledger)
     return on_first_of(
-        run.model, lambda: check_start(run.model, args.base_is_public, args.extends_run)
+        run.model,
+        lambda: check_start(
+            run.model, args.base_is_public, args.extends_run, private=run.plan.private
+        ),
     )
 
 

@@ -131,9 +131,6 @@ _REFUSED = {
     "plain Trainer.",
     "use_liger_kernel": "replaces layers when train() starts, after the checks that were made of them: "
     "leave it False.",
-    "include_num_input_tokens_seen": "would count the tokens of private batches: leave it at 'no'.",
-    "debug": "prints statistics of private activations; leave it empty, or debug on public data with a "
-    "plain Trainer.",
     "deepspeed": "wraps the model in an engine whose parameters the perturbation does not follow, to "
     "divide gradients and optimizer states that this training has not: use plain data parallelism "
     "(accelerate launch --multi_gpu, one process a GPU). For a model that does not fit on one device "
@@ -167,6 +164,19 @@ _BY_METHOD = {
         ),
         Use(UNUSED, "there is no backward pass", ZEROTH_ORDER),
         Use(UNUSED, "steps run in eval mode, where models do not checkpoint"),
+    ),
+    "include_num_input_tokens_seen": (
+        Use(REFUSED, "would count the tokens of private batches: leave it at 'no'.", PRIVATE),
+        Use(UNUSED, "Trainer cannot count what a step's several forward passes take"),
+    ),
+    "debug": (
+        Use(
+            REFUSED,
+            "prints statistics of private activations; leave it empty, or debug on public data with a "
+            "plain Trainer.",
+            PRIVATE,
+        ),
+        Use(WORKS),
     ),
     "skip_memory_metrics": (
         Use(
@@ -302,10 +312,6 @@ _PUT_BACK: Mapping[str, tuple[Any, str]] = {
     "gradient_accumulation_steps": (1, "would split a logical batch"),
     "auto_find_batch_size": (False, "would repeat steps"),
     "hub_strategy": ("end", "would upload output_dir as it is, secrets and all"),
-    "enable_jit_checkpoint": (
-        False,
-        "would save in the middle of a step, which is taken twice then",
-    ),
 }
 """Fields that a configuration keeps from Hugging Face's Trainer: the value that it sees, and why."""
 

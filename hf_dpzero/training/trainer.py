@@ -152,7 +152,10 @@ class DPZeroMixin(PublishingTrainer):
             own = own_loss is not None or overrides.own_loss_name(type(self), settings)
             if given is not None and not own:
                 select_objective(model)  # refuses a head without an objective
+        # Trainer's own callback would save in the middle of a step, on SIGTERM; `termination` does it.
+        jit_checkpoint = vars(args).pop("enable_jit_checkpoint", False)
         super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
+        args.enable_jit_checkpoint = jit_checkpoint
         data_checks.check_all_kept(given, self.train_dataset)
         if fsdp.uses_fsdp2(self.accelerator, self.model, args):
             # Trainer's own FSDP would cut, load and save by other rules.

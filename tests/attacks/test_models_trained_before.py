@@ -53,11 +53,23 @@ def test_a_second_trainer_on_a_trained_model_is_refused(tmp_path: Path, way: str
     assert not (tmp_path / "second" / "trajectory.ledger").exists()
 
 
+def test_a_run_that_is_not_private_goes_on_and_a_private_one_after_it_does_not(
+    tmp_path: Path,
+) -> None:
+    model, mezo = tiny_model(), {"method": "mezo", "noise_multiplier": None, "max_steps": 2}
+    for name in ("first", "second"):
+        trainer = build(tmp_path / name, model, **mezo)
+        trainer.train()
+    assert trainer.privacy_report().base_weights == "trained_before"
+    with pytest.raises(ValueError, match=r"trained on the private data already"):
+        build(tmp_path / "private", model, **SHORT).train()
+
+
 def test_what_was_declared_public_or_put_back_or_never_stepped_starts(tmp_path: Path) -> None:
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match="500"):
-        build(tmp_path / "refused", model, expected_batch_size=500, **SHORT).train()
+    with pytest.raises(ValueError, match="no_such"):
+        build(tmp_path / "refused", model, trainable="no_such", **SHORT).train()
     build(tmp_path / "first", model, **SHORT).train()
     public = build(tmp_path / "public", model, base_is_public=True, **SHORT)
     public.train()

@@ -122,7 +122,7 @@ TRAIN = [
     ("--class_names a a", "class_names=['a', 'a']"),
     ("--text_column text --text_pair_column text", "name different columns"),
     ("--extends_run nowhere", "extends_run='nowhere'"),
-    ("--resume_from_checkpoint train.jsonl", "is no folder"),
+    ("--resume_from_checkpoint train.jsonl", "is a checkpoint's folder"),
     # files and folders
     ("--train_file .", "is a folder"),
     ("--train_file no.jsonl", "no.jsonl not found"),
