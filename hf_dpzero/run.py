@@ -96,7 +96,7 @@ class Run:
       ledger: what was released; None until it is open.
       step_noise: what steps draw from: `noise`, or correlated noise.
       chosen: settings that were left open and chosen for this run.
-      rate_hint: what to say of a learning rate that was given; "" for nothing.
+      rate_said: what to say of a learning rate that was given; "" for nothing.
       resources: closed when training ends: hooks on the model, compiler settings.
       compared: whether the processes have compared their weights since training began.
     """
@@ -129,7 +129,7 @@ class Run:
     ledger: Trajectory | None = None
     step_noise: NoiseSource | None = None
     chosen: frozenset[str] = frozenset()
-    rate_hint: str = ""
+    rate_said: str = ""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     compared: bool = False
     _method: Method | None = None

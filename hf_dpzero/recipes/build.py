@@ -74,7 +74,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         compute_metrics=task.metrics(tokenizer),
         compute_per_example_loss=task.objective(tokenizer),
     )
-    trainer.longest_row = data.max_seq_length
+    trainer.longest_row, trainer.rates_are_final = data.max_seq_length, True
     return trainer
 
 

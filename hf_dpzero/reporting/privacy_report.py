@@ -52,7 +52,7 @@ REPORT_FILE = "privacy_report.json"
 _PACKAGES = ("hf-dpzero", "torch", "transformers", "dp-accounting", "opendp", "numpy")
 _REPEATED: Mapping[str, Any] = {
     "privacy_unit": EXAMPLE, "tuning": "none", "earlier_runs": [], "base_weights": NOT_COMPARED,
-    "forward_passes": "", "processes": "", "set_aside": {},
+    "learning_rate": None, "forward_passes": "", "processes": "", "set_aside": {},
 }  # fmt: skip
 """Entries of a ledger's header that the report repeats, and what stands for a missing one."""
 _RUN_ENTRY = {"folder": str, "private": bool, "statement": str}
@@ -88,6 +88,7 @@ class PrivacyReport:
       groups: of group-robust training, what was released of the groups' losses, in words; else "".
       direction: distribution of the public directions; "none" for first-order methods.
       num_directions: K, directions in a step.
+      learning_rate: of a given one that was replaced by the chosen one, both, in words.
       noise_source: where the noise came from.
       private: True only if (epsilon, delta) holds for everything that the run put out.
       method: the mechanism's name: "dpzero", "dpgd-0th", "dp-sgd", "dp-adamw", with "-adaptive" where
@@ -146,6 +147,7 @@ class PrivacyReport:
     groups: str
     direction: str
     num_directions: int
+    learning_rate: str | None
     noise_source: str
     private: bool
     method: str
@@ -315,7 +317,7 @@ class PrivacyReport:
         """
         # Keys that later versions added: an older report goes on being read.
         older = {**dict.fromkeys(("groups", "forward_passes", "processes"), ""), "set_aside": {}}
-        values = {"shipped_step": None, **older, **values}
+        values = {"learning_rate": None, "shipped_step": None, **older, **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -400,6 +402,7 @@ class PrivacyReport:
             *(("of that", part_words(part)) for part in self.parts),
             ("accountant", self.accountant),
             ("noise", self.noise_source),
+            *([("rate", self.learning_rate)] if self.learning_rate else []),
             *([("processes", f"{self.processes} at the start")] if self.processes else []),
             ("tuning", tuning_words(self.tuning)),
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),

@@ -308,10 +308,7 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
     for part in ("get_input_embeddings", "get_output_embeddings"):
         with contextlib.suppress(NotImplementedError, AttributeError):
             embeddings.add(id(getattr(base_model(model), part)().weight))
-    with contextlib.ExitStack() as stack:
-        folders = {folder for name in base_names(model) for folder in _folders_of(name)}
-        opened = [stack.enter_context(open_each(folder)) for folder in sorted(folders)]
-        sources = [tensors for files in opened for tensors in files]
+    with _sources(model) as sources:
         for name, parameter in {**named, **buffers}.items():
             tensors = [
                 tensor
@@ -344,6 +341,32 @@ def _related(parameter: Tensor, tensor: Tensor) -> bool:
     own, saved = (t[:rows].flatten().double() for t in (whole(parameter).detach().cpu(), tensor))
     least = max(UNRELATED, 6 / math.sqrt(len(own)))  # of random ones, six deviations
     return bool((own @ saved).abs() > least * own.norm() * saved.norm())
+
+
+def are_fresh(model: nn.Module, names: Collection[str]) -> bool:
+    """Whether the checkpoints that a model names are here, and have none of these parameters.
+
+    Args:
+      model: any.
+      names: of its parameters; none are not fresh.
+    """
+    named = dict(model.named_parameters())
+    with _sources(model) as sources:
+        found = (
+            tensor.shape == named[name].shape
+            for name in names
+            for tensor in _candidates(plain_name(name), sources)
+        )
+        return bool(names) and bool(sources) and not any(found)
+
+
+@contextlib.contextmanager
+def _sources(model: nn.Module) -> Iterator[list[Mapping[str, Any]]]:
+    """The tensors of the checkpoints that a model names, where they lie here, by file."""
+    with contextlib.ExitStack() as stack:
+        folders = {folder for name in base_names(model) for folder in _folders_of(name)}
+        opened = [stack.enter_context(open_each(folder)) for folder in sorted(folders)]
+        yield [tensors for files in opened for tensors in files]
 
 
 def _as_saved(parameter: Tensor, tensor: Tensor) -> bool:

@@ -132,6 +132,7 @@ def ledger_header(run: Run) -> dict[str, Any]:
         "replayable": plan.mechanism.replayable,
         "num_values": plan.values_per_release,
         "plan": plan.to_dict(),
+        "learning_rate": run.rate_said if "learning_rate" in run.chosen and run.rate_said else None,
         "target_epsilon": args.target_epsilon if plan.private else None,
         "target_delta": run.delta,
         "tuning": args.tuning,

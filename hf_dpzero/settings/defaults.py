@@ -13,11 +13,11 @@ chosen such that this change is `NOISE_SHARE`, whatever the number of parameters
 (w: a rate that decays to zero adds up to a third of the variance). In these units the tuned recipes of
 this project take 0.12 to 1, for a head of 770 weights, K = 64, as for all of RoBERTa-large, K = 1.
 
-With little noise that rate has no end, and curvature bounds it: a step of alpha v along u lowers a loss
-of slope g = v by alpha g^2 - alpha^2 g^2 u'Hu / 2, most at alpha u'Hu = 1 and not at all from 2 on, and the
-K directions of a step add up. For losses that are log-likelihoods u'Hu is near the mean of the
-examples' (u'g_i)^2, and C bounds the norm of K such slopes of a typical example: u'Hu is about C^2 / K.
-So alpha is at most `CURVED` K / C^2, which public numbers say before any row was seen.
+With little noise that rate has no end, and curvature bounds it: a step of alpha g along u lowers a loss
+of slope g by alpha g^2 - alpha^2 g^2 u'Hu / 2: most at alpha u'Hu = 1, not at all from 2 on, and the K
+directions of a step add up. For losses that are log-likelihoods u'Hu is near the mean of the examples'
+(u'g_i)^2, and C bounds the norm of K such slopes of a typical example: u'Hu is about C^2 / K. So alpha
+is at most `CURVED` K / C^2, which public numbers say before any row was seen.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -60,8 +60,9 @@ CLASSIC: dict[str, Any] = {
 CHEAP, MANY = 1_000_000, 32
 """With so few parameters from the first trainable one on, evaluations are cheap and K is 32."""
 
-FAR = 10.0
-"""A given rate that is off by more than this factor is spoken of."""
+FAR, LOST = 10.0, 50.0
+"""A given rate that is off by more than `FAR` is spoken of; a script's that is too small by more than
+`LOST` is replaced where it trains a fresh head, for a budget spent on no movement cannot be had back."""
 
 
 def fill_in(config: DPZeroConfig) -> None:
@@ -196,21 +197,51 @@ def rate_of_noise(
     return min(NOISE_SHARE * decay / (clip * noise), CURVED * directions / clip**2)
 
 
-def rate_hint(config: DPZeroConfig, plan: PrivacyPlan) -> str:
-    """What to say of a given rate beside a chosen clip and K, as a copied first-order script has it.
+class Rate(NamedTuple):
+    """The rate of the first step.
 
-    Returns:
-      "" if the rate is within a factor of `FAR` of the one that would be chosen, or more was given.
+    Attributes:
+      value: alpha.
+      chosen: whether it was, also in place of a given one.
+      said: of a given one, for the screen; "" for nothing.
     """
-    if "num_directions" not in config.chosen or "learning_rate" in config.chosen:
-        return ""
-    if config.update_rule != "sgd" or not config.learning_rate or not plan.mechanism.private:
-        return ""
+
+    value: float
+    chosen: bool = False
+    said: str = ""
+
+
+def decide_rate(
+    config: DPZeroConfig, plan: PrivacyPlan, moves_fresh_head: Callable[[], bool]
+) -> Rate:
+    """Chooses a run's learning rate where none is given, or one as a first-order script has it.
+
+    Args:
+      config: the user's.
+      plan: of the run, calibrated.
+      moves_fresh_head: whether all that is trained is a fresh head, in a script whose rate is not final.
+    """
+    given = config.learning_rate
+    if given is None:
+        return Rate(learning_rate(plan, config.lr_scheduler_type), chosen=True)
+    settled = config.method != "dpzero" or config.noise_distribution != "gaussian"
+    if settled or config.update_rule != "sgd" or not given or not plan.mechanism.private:
+        return Rate(given)
     ours = learning_rate(plan, config.lr_scheduler_type)
-    if 1 / FAR <= config.learning_rate / ours <= FAR:
-        return ""
-    return (
-        f"learning_rate={config.learning_rate:g} was given; from the noise, the clip, B and T it would "
-        f"be {ours:.2g}. Rates of training with gradients do not carry over: leave it out, unless it "
-        "was found for this method."
+    share = given / ours
+    if share * LOST < 1 and not config.learning_rate_is_final and moves_fresh_head():
+        return Rate(
+            ours,
+            chosen=True,
+            said=f"learning_rate={given:g} was given, at which a fresh head makes {share:.2g} of the "
+            f"movement that noise, clip, B and T allow: {ours:.2g} is taken, as if it were left out. "
+            "learning_rate_is_final=True keeps a given one.",
+        )
+    if 1 / FAR <= share <= FAR or "num_directions" not in config.chosen:
+        return Rate(given)
+    return Rate(
+        given,
+        said=f"learning_rate={given:g} was given; from the noise, the clip, B and T it would be "
+        f"{ours:.2g}, so the weights move {share:.2g} of the way that they would. Rates of training "
+        "with gradients do not carry over: leave it out, unless it was found for this method.",
     )

@@ -207,6 +207,12 @@ class OwnFields:
         none="of dpzero with Gaussian noise and `update_rule: sgd`: from noise, clip, B and T "
         "(`defaults.py`); else 5e-5",
     )
+    learning_rate_is_final: bool = setting(
+        False,
+        "a script's `learning_rate` is kept though it hardly moves a fresh head; a recipe's always is",
+        TRUTH,
+        needs=ZEROTH,
+    )
     smoothing: float = setting(
         0.001,
         "lambda, the size of the perturbation, in units of a parameter",

@@ -92,7 +92,7 @@ def prepare(run: Run) -> None:
     if collectives.is_main():
         judge_schedule(run.plan, run.delta)
         extended = extension_warning(run.plan, args.target_epsilon, run.delta)
-        for warning in filter(None, (group_warning(run.plan), extended, run.rate_hint)):
+        for warning in filter(None, (group_warning(run.plan), extended, run.rate_said)):
             logger.warning(warning)
     run.shapes = passes.shapes_of(run)
     compile_(model, args, run.shapes is not None, run.resources)

@@ -39,6 +39,7 @@ from hf_dpzero.run_folder import checkpoints
 from hf_dpzero.run_folder.base_model import check_frozen, copy_initial_values
 from hf_dpzero.run_folder.folder import report_of
 from hf_dpzero.settings.config import DPZeroConfig
+from hf_dpzero.settings.defaults import Rate
 from hf_dpzero.training import evaluation, termination
 from hf_dpzero.training.first_order_step import FirstOrderStep
 from hf_dpzero.training.methods import FirstOrderMethod, ZerothOrderMethod
@@ -56,6 +57,7 @@ class Decided(NamedTuple):
     plan: PrivacyPlan
     delta: float
     meter: BudgetMeter
+    rate: Rate
 
 
 class PublishingTrainer(Trainer):

@@ -29,7 +29,7 @@ from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss
 from hf_dpzero.parallel import collectives, fsdp
 from hf_dpzero.parallel.offload import settle_offloaded
-from hf_dpzero.perturbation.trainable import num_trainable
+from hf_dpzero.perturbation.trainable import is_trained, num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.plan_facts import BudgetMeter
@@ -37,7 +37,7 @@ from hf_dpzero.reporting.privacy_report import budget_metrics
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs, header_entries
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained
+from hf_dpzero.run_folder.base_model import are_fresh, check_frozen, mark_as_trained
 from hf_dpzero.run_folder.folder import (
     check_folder,
     checkpoint_of,
@@ -47,7 +47,7 @@ from hf_dpzero.run_folder.folder import (
 )
 from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.defaults import copied, learning_rate, rate_hint, resolve
+from hf_dpzero.settings.defaults import copied, decide_rate, resolve
 from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import progress, termination
 from hf_dpzero.training.inputs import by_name, load_inputs
@@ -102,6 +102,7 @@ class DPZeroMixin(PublishingTrainer):
       per_example_loss: `compute_per_example_loss`.
       shards: whether FSDP2 cuts the model over the processes.
       longest_row: tokens that rows were cut to by whoever made them; None where nobody says.
+      rates_are_final: a given learning rate is kept whatever it trains; of recipes.
 
     Raises:
       ValueError: whatever cannot be accounted or would break the guarantee, before any training.
@@ -111,6 +112,7 @@ class DPZeroMixin(PublishingTrainer):
     longest_row: int | None = None
     _loop_asks = False  # for the batches of a run that was opened
     _made_outside: torch.optim.Optimizer | None = None  # of train()
+    rates_are_final = False
     _decided: Decided | None = None
 
     def __init__(
@@ -194,7 +196,7 @@ class DPZeroMixin(PublishingTrainer):
         """
         rows = data_checks.num_examples(self.train_dataset)
         dimension, before = num_trainable(self.model, self.args.trainable), self._decided
-        given = copied(self.args), rows, dimension
+        given = copied(self.args), rows, dimension, self.rates_are_final
         if before is not None and given == before.given:
             return before
         if self.trajectory is None:  # they may be of other arguments
@@ -207,11 +209,17 @@ class DPZeroMixin(PublishingTrainer):
                 "another plan: make a new trainer, with another output_dir."
             )
         args.max_steps = plan.steps
-        if args.learning_rate is None:
-            args.learning_rate = learning_rate(plan, args.lr_scheduler_type)
-        delta = args.delta(rows)
-        self._decided = Decided(given, args, plan, delta, BudgetMeter(plan, delta))
+        rate = decide_rate(self.args, plan, self._moves_fresh_head)
+        args.learning_rate, delta = rate.value, args.delta(rows)
+        self._decided = Decided(given, args, plan, delta, BudgetMeter(plan, delta), rate)
         return self._decided
+
+    def _moves_fresh_head(self) -> bool:
+        """Whether a script's rate is for parameters that the named base has not, and for no others."""
+        pattern = self.args.trainable
+        named = self.model.named_parameters()
+        trained = [name for name, p in named if is_trained(name, p, pattern)]
+        return not self.rates_are_final and are_fresh(self.model, trained)
 
     def _new_run(self) -> Run:
         """Returns a run of these arguments, rows and model, of which nothing was checked yet."""
@@ -241,8 +249,8 @@ class DPZeroMixin(PublishingTrainer):
             earlier_runs=self.earlier_runs,
             extended=self._extended,
             sharded=self.shards,
-            chosen=self.args.chosen,
-            rate_hint=rate_hint(self.args, decided.plan),
+            chosen=self.args.chosen | ({"learning_rate"} if decided.rate.chosen else set()),
+            rate_said=decided.rate.said,
         )
 
     @functools.cached_property

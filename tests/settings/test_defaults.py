@@ -9,8 +9,10 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from tiny_runs import build, config, tiny_data, tiny_model
+from transformers import BertForSequenceClassification
 
 from hf_dpzero import DPZeroConfig
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.settings.defaults import (
     CLASSIC,
     NOISE_SHARE,
@@ -132,8 +134,62 @@ def test_a_rate_from_a_script_with_gradients_is_spoken_of(tmp_path, caplog):
         build(tmp_path / "copied", clip=None, learning_rate=5e-5).train()
     (said,) = [r.getMessage() for r in caplog.records if "do not carry over" in r.getMessage()]
     assert said.startswith("learning_rate=5e-05 was given") and "leave it out" in said
+    assert "the weights move 0.049 of the way" in said
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         build(tmp_path / "chosen", **GIVEN_NOTHING).train()
         build(tmp_path / "both", clip=5.0, learning_rate=5e-5).train()
     assert "do not carry over" not in caplog.text
+
+
+def fresh_head(folder):
+    """A classifier whose body lies in a folder, and whose head does not."""
+    tiny_model().bert.save_pretrained(folder)
+    return BertForSequenceClassification.from_pretrained(folder)
+
+
+HEAD = {"trainable": "classifier", "clip": None, "learning_rate": 1e-5}
+
+
+def test_a_rate_that_would_not_move_a_fresh_head_is_replaced(tmp_path, caplog):
+    model = fresh_head(tmp_path / "base")
+    trainer = build(tmp_path / "run", model, save_steps=4, save_strategy="steps", **HEAD)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    ours = learning_rate(trainer.plan, "linear")
+    assert trainer.trajectory.get(0).learning_rate == pytest.approx(ours)
+    assert ours > 50 * 1e-5 and trainer.args.learning_rate == 1e-5
+    (said,) = [r.getMessage() for r in caplog.records if "learning_rate=1e-05" in r.getMessage()]
+    assert f"{ours:.2g} is taken" in said and "learning_rate_is_final=True" in said
+    report = trainer.privacy_report()
+    assert report.learning_rate == said and f"rate        {said}" in str(report)
+    again = build(tmp_path / "run", fresh_head(tmp_path / "base"), save_strategy="no", **HEAD)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert [r.learning_rate for r in again.trajectory.releases] == [
+        r.learning_rate for r in trainer.trajectory.releases
+    ]
+    kept = HEAD | {"learning_rate_is_final": True}
+    with pytest.raises(LedgerError, match="learning_rate"):
+        build(tmp_path / "run", fresh_head(tmp_path / "base"), **kept).train(
+            resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4")
+        )
+
+
+def test_elsewhere_a_given_rate_is_kept(tmp_path):
+    """Said to be final, of a recipe, where pretrained weights move, and where the head has a base."""
+    model = fresh_head(tmp_path / "body")
+    assert build(tmp_path, model, **HEAD).run.args.learning_rate > 1e-4
+    recipe = build(tmp_path, model, **HEAD)
+    recipe.rates_are_final = True
+    tiny_model().save_pretrained(tmp_path / "whole")
+    whole = BertForSequenceClassification.from_pretrained(tmp_path / "whole")
+    for trainer in (
+        build(tmp_path, model, **HEAD, learning_rate_is_final=True),
+        recipe,
+        build(tmp_path, model, **HEAD | {"trainable": "classifier|pooler"}),
+        build(tmp_path, model, **HEAD | {"learning_rate": 1e-4}),
+        build(tmp_path, whole, **HEAD),
+        build(tmp_path, tiny_model(), **HEAD),  # nothing says what it came from
+    ):
+        assert trainer.run.args.learning_rate == trainer.args.learning_rate
+        assert "learning_rate" not in trainer.run.chosen
