@@ -42,25 +42,25 @@ def test_what_is_given_stays_and_other_methods_keep_the_classic_values(tmp_path)
 
 
 def test_with_a_clip_only_the_rate_is_chosen(tmp_path):
-    given = {"clip": 5.0, "noise_multiplier": 16.0, "lr_scheduler_type": "constant"}
+    given = {"clip": 5.0, "noise_multiplier": 24.0, "lr_scheduler_type": "constant"}
     trainer = build(tmp_path, learning_rate=None, **given)
     assert (trainer.args.clipping, trainer.args.num_directions) == ("fixed", 1)
     trainer.train()
-    sigma, batch, steps = 16.0, 12, 6
+    sigma, batch, steps = 24.0, 12, 6
     expected = NOISE_SHARE * batch / (sigma * 25.0 * math.sqrt(steps))
     assert trainer.trajectory.get(0).learning_rate == pytest.approx(expected)
     assert learning_rate(trainer.plan, "linear") == pytest.approx(expected * math.sqrt(3))
 
 
 def test_with_little_noise_curvature_bounds_the_rate(tmp_path):
-    """alpha u'Hu <= 1/4 with u'Hu = C^2 / K; from the noise it would grow without end."""
+    """alpha u'Hu <= 1/8 with u'Hu = C^2 / K; from the noise it would grow without end."""
     given = {"clip": 5.0, "num_directions": 8, "learning_rate": None}
     rates = [
         learning_rate(build(tmp_path, noise_multiplier=sigma, **given).plan, "constant")
         for sigma in (8.0, 2.0, 0.2, 0.1)
     ]
     assert rates[1] == pytest.approx(4 * rates[0])
-    assert rates[2:] == [0.25 * 8 / 25.0] * 2 and rates[1] < rates[2]
+    assert rates[2:] == [0.125 * 8 / 25.0] * 2 and rates[1] < rates[2]
 
 
 def test_directions_follow_from_what_each_of_them_runs(tmp_path):
