@@ -45,8 +45,8 @@ NOISE_SHARE = 0.3
 """Change of an example's loss that the noise of the whole run may make along one direction."""
 
 CURVED = 0.125
-"""alpha u'Hu at most, at the first step. Six classes of questions like 0.12 to 0.3 and lose from 0.4 on; two
-that few steps tell apart like 0.06 and lose from 0.25 on, for curvature falls there more slowly than C^2."""
+"""alpha u'Hu at most, at the first step. Six classes of questions like 0.12 to 0.3, and lose from 0.4
+on; two that few steps tell apart like 0.06, and lose from 0.25 on, for C falls faster there."""
 
 FOLLOWED = 0.15
 """Share of the steps in which the rate follows an adaptive clip (alpha C^2 is constant). Later the clip
