@@ -53,16 +53,7 @@ class Rows:
         """
         with isolated_randomness():
             rows = self._fetched(indices)
-            try:
-                batch = self.collate(rows)
-            except (RuntimeError, ValueError) as error:
-                if len(rows) < 2 or not self._transforms():
-                    raise
-                raise ValueError(
-                    f"rows of train_dataset cannot be put into one batch ({error}): its transform gets "
-                    "one row at a time here, so that none is padded to another's length. Give a "
-                    "collator that pads, such as DataCollatorWithPadding(tokenizer)."
-                ) from error
+            batch = self.collate(rows)
         _check_rows(len(indices), len(rows), batch_size(batch))
         return batch
 
@@ -205,7 +196,15 @@ class StepBatches(Dataset):
             return self.shapes.microbatches(indices)
         size = self.microbatch_size
         starts = range(0, len(indices), size)
-        return [self.rows.collate_rows(indices[start : start + size]) for start in starts]
+        try:
+            return [self.rows.collate_rows(indices[start : start + size]) for start in starts]
+        except RowsJoined:
+            raise
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # rows of several lengths, and a collator that cannot pad
+            return self.rows.collate_each(indices)
 
 
 def places_of(microbatches: Sequence[Mapping[str, Tensor]]) -> list[int]:

@@ -72,9 +72,10 @@ def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
     if unused:
         logger.warning(f"not used by {kind.__name__}: {'; '.join(unused)}.")
     name = own_loss_name(kind, vars(trainer))
+    model: Any = trainer.model
     trains = loss is None and trainer.train_dataset is not None
-    if trains and not name and select_objective(trainer.model) is own_loss_objective:
-        name = f"the loss of {type(base_model(trainer.model)).__name__}"
+    if trains and not name and select_objective(model) is own_loss_objective:
+        name = f"the loss of {type(base_model(model)).__name__}"
     if loss is None and name:
         logger.warning(
             f"{name} is evaluated on one row at a time, with num_items_in_batch=None. It is faster to "

@@ -89,6 +89,9 @@ def shapes_of(run: Run) -> PassShapes | None:
         return shapes  # nothing stands beside a row, so sizes need not be known
     if not _widths_vary(shapes, first) and _form(run, shapes, first) is first:
         shapes = dataclasses.replace(shapes, row_sizes=forms.sizes_of(first))
+        if run.args.per_device_train_batch_size == 1:
+            logger.warning(f"per_device_train_batch_size=1, and rows without a mask: {ONE_BY_ONE}")
+            return shapes  # in which they may have any size
     reason = couples_values(model)
     if forms.is_unmasked_sound(first) or reason:
         logger.warning(UNMASKED if forms.is_unmasked_sound(first) else f"{reason}: {ONE_BY_ONE}")
@@ -169,11 +172,15 @@ def check_collator(run: Run) -> None:
       RowsJoined: says what to change.
     """
     try:
-        run.probe()
+        run.rows.collate_rows([0, len(run.dataset) - 1])
     except RowsJoined:
         raise
     except Exception as error:
-        logger.info(f"two rows were not collated together ({type(error).__name__})")
+        said = f"the collator cannot put two rows into one batch ({type(error).__name__})"
+        if run.shapes is not None:  # collates row by row, and widens rows to their shape
+            logger.info(said)
+        else:
+            logger.warning(f"{said}: {ONE_BY_ONE} DataCollatorWithPadding(tokenizer) pads texts.")
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def leaving_out(what: str) -> Iterator[None]:
     except NOT_TAKEN as error:
         if is_ours(error):
             raise
-        logger.info(f"{what}: {error}")
+        logger.info(f"{what} ({type(error).__name__})")  # its words may quote a row
 
 
 def public_microbatches(run: Run) -> list[Mapping[str, Tensor]]:

@@ -102,7 +102,8 @@ _OTHER = {
 }
 _UNUSED = {
     "per_device_train_batch_size": "the batch of a step is expected_batch_size, which it is a factor of "
-    "with gradient_accumulation_steps alone; a forward pass has at most microbatch_size examples",
+    "with gradient_accumulation_steps alone; a forward pass has at most microbatch_size examples, and "
+    "one where this is 1 and rows have no attention_mask",
     "auto_find_batch_size": "rows of a forward pass are chosen from the memory that is free",
     "train_sampling_strategy": "rows are drawn by sampling, which is what is accounted",
     "enable_jit_checkpoint": "SIGTERM ends the step, writes a whole checkpoint and exits with status "

@@ -20,7 +20,7 @@ from hf_dpzero.batches.logical_batch import LogicalBatch, StepBatches, StepSampl
 from hf_dpzero.batches.shapes import PassShapes, stacked
 from hf_dpzero.checks import passes
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
-from hf_dpzero.checks.data import of_first_row
+from hf_dpzero.checks.data import SAMPLE, of_first_row
 from hf_dpzero.checks.passes import blank_microbatch, invented_rows, smallest_clip_and_scale
 from hf_dpzero.checks.precision import keep_layout_, low_precision
 from hf_dpzero.checks.processes import check_strategy, check_weights
@@ -44,7 +44,9 @@ from hf_dpzero.objectives.heads import select_objective, smoothed
 from hf_dpzero.objectives.losses import (
     PaddedMicrobatch,
     PerExampleLoss,
+    batch_size,
     is_compiled,
+    num_examples,
     single_pass,
 )
 from hf_dpzero.parallel import collectives
@@ -314,12 +316,22 @@ class FirstOrderMethod:
             args.physical_batch_size,
             autocast=args.mixed_precision != "no",
         )
-        rows, shapes = self.run.rows, self.run.shapes
-        tried = [i % len(self.run.dataset) for i in range(3)]
+        shapes = self.run.shapes
         with isolated_randomness():
             several = shapes is not None and not shapes.one_by_one
-            gradients.check_attribution(rows.collate_rows(tried), exact=several)
+            gradients.check_attribution(self._rows_together(), exact=several)
         return gradients
+
+    def _rows_together(self) -> Mapping[str, Tensor]:
+        """Three of the first rows in one batch; the run's own pass where the collator cannot pad."""
+        rows, count = self.run.rows, len(self.run.dataset)
+        try:
+            return rows.collate_rows([i % count for i in range(3)])
+        except (RuntimeError, ValueError):
+            assert self.run.shapes is not None
+            passes = self.run.shapes.microbatches(list(range(min(count, SAMPLE))))
+            fullest = max(passes, key=num_examples)
+            return fullest if batch_size(fullest) > 1 else stacked([fullest] * 3)
 
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """Leaves the noised gradient in the parameters, for the optimizer."""

@@ -97,7 +97,7 @@ def say(run: Run, error: BaseException) -> None:
 
     Args:
       run: whose ledger is open.
-      error: `Terminated`, or Ctrl-C's.
+      error: `Terminated`, Ctrl-C's, or one of a script's, of compute_metrics say.
     """
     ledger, plan = run.ledger, run.plan
     if ledger is None or not collectives.is_main():
@@ -118,4 +118,5 @@ def say(run: Run, error: BaseException) -> None:
         else:
             text = f"no checkpoint has the weights of {ledger.next_step} steps, which stay paid."
     what = "stopped by SIGTERM" if isinstance(error, Terminated) else "interrupted"
+    what = f"stopped by {type(error).__name__}" if isinstance(error, Exception) else what
     tqdm.write(f"{what} after step {ledger.next_step} of {plan.steps}: {text}", file=sys.stderr)

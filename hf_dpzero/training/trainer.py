@@ -331,8 +331,9 @@ class DPZeroMixin(PublishingTrainer):
                 if collectives.stop_agreed(ask=True):
                     self._stop()
                 self._check_end(run)
-            except (termination.Terminated, KeyboardInterrupt) as error:
-                if self._run is run:
+            except (Exception, termination.Terminated, KeyboardInterrupt) as error:
+                released = run.ledger is not None and run.ledger.releases and not self._tainted
+                if self._run is run and (released or not isinstance(error, Exception)):
                     termination.say(run, error)
                 raise
             finally:

@@ -276,3 +276,26 @@ def test_a_checkpoint_of_another_folder_names_that_folder(tmp_path):
     (there / LEDGER_NAME).unlink()
     with pytest.raises(LedgerError, match="is missing, .* put it back there, or start afresh"):
         build(there, **fields).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_an_error_of_a_scripts_metrics_says_that_going_on_is_exact_and_costs_nothing(
+    tmp_path, capsys
+):
+    saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    straight = build(tmp_path / "straight", **saved)
+    straight.train()
+    counted = iter([0.5, 1 / 3])
+
+    def metrics(_: Any) -> dict[str, float]:
+        return {"share": 1 / next(counted, 0)}
+
+    broken = build(tmp_path / "run", trainer_settings={"compute_metrics": metrics}, **saved)
+    with pytest.raises(ZeroDivisionError):
+        broken.train()
+    said = capsys.readouterr().err
+    assert "stopped by ZeroDivisionError after step 6 of 6: resume_from_checkpoint=True" in said
+    assert "checkpoint-4 and the ledger, exactly and at no cost in privacy" in said
+    mended = build(tmp_path / "run", **saved)
+    mended.train(resume_from_checkpoint=True)
+    assert same(weights(mended.model), weights(straight.model))
+    assert mended.privacy_report().epsilon == straight.privacy_report().epsilon

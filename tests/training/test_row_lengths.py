@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from tiny_runs import build, tiny_model
+from tiny_runs import build, same, tiny_model, weights
 from tiny_texts import pad, texts
 from transformers import (
     GPT2Config,
@@ -14,6 +14,7 @@ from transformers import (
     LlamaForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
+    default_data_collator,
 )
 
 from hf_dpzero.checks.data import check_lengths, positions
@@ -64,3 +65,23 @@ def test_who_has_positions():
         assert positions(GPT2ForSequenceClassification(gpt2)) == 24
         assert positions(RobertaForSequenceClassification(roberta)) == 18
         assert positions(LlamaForSequenceClassification(llama)) is None  # rotary
+
+
+@pytest.mark.parametrize(
+    ("method", "masks"), [("dpzero", False), ("dpzero", True), ("mezo", True), ("dp-sgd", True)]
+)
+def test_rows_of_several_lengths_need_no_collator_that_pads(tmp_path, caplog, method, masks):
+    """As rows that are evaluated one by one; under a mask as the rows that a collator would pad."""
+    data = Dataset.from_list(texts(60))
+    data = data if masks else data.remove_columns("attention_mask")
+    private = {"method": method, "max_steps": 2, "trainer_settings": {"eval_dataset": None}}
+    alone = {} if masks and method != "mezo" else {"microbatch_size": 1}
+    expected = build(tmp_path / "expected", data=data, **private, **{"microbatch_size": 8} | alone)
+    expected.data_collator = pad if masks else default_data_collator
+    expected.train()
+    caplog.clear()
+    given = {"microbatch_size": None if alone else 8, "per_device_train_batch_size": 1}
+    trainer = build(tmp_path / "cannot_pad", data=data, **private, **given)
+    trainer.train()
+    assert same(weights(trainer.model), weights(expected.model))
+    assert caplog.text.count("every example is evaluated by itself") == bool(alone)
