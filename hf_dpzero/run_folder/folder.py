@@ -48,6 +48,7 @@ from hf_dpzero.run_folder.checkpoints import (
     way_out,
 )
 from hf_dpzero.run_folder.earlier import refuse_interrupted, refuse_own_base, set_aside
+from hf_dpzero.run_folder.keys import seeded_key
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -246,7 +247,8 @@ def _start(run: Run, header: dict[str, Any]) -> RunState:
     if aside := collectives.shared(collectives.on_main(cleared, dict)):
         header["set_aside"] = aside
     # Directions are public, but two runs must not share them: each draws its own key.
-    header.setdefault("direction_key", f"{new_key():032x}")
+    own = seeded_key(run.args.seed, "directions")[:16].hex() if run.args.not_private else None
+    header.setdefault("direction_key", own or f"{new_key():032x}")
     header["direction_key"] = collectives.shared(header["direction_key"])
     ledger = collectives.on_main(
         lambda: Trajectory.create(path, header), lambda: Trajectory(header)

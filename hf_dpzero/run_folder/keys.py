@@ -112,6 +112,11 @@ def check_uploads(plan: PrivacyPlan, callbacks: Iterable[object]) -> None:
                 )
 
 
+def seeded_key(seed: int, purpose: str) -> bytes:
+    """Returns the 32 bytes of key that `seed` makes for runs that are not private, as with Trainer."""
+    return hashlib.sha256(f"{purpose} {seed}".encode()).digest()
+
+
 def open_keys(run: Run) -> RunKeys:
     """Returns the keys of a run whose ledger is open; fresh ones for what is new.
 
@@ -122,6 +127,8 @@ def open_keys(run: Run) -> RunKeys:
         are not those that these steps had, in the same order, or there is no telling.
     """
     given = run.args.testing.sampler_key
+    if given is None and run.args.not_private:
+        given = seeded_key(run.args.seed, "batches").hex()
     if not isinstance(run.plan.sampler, FixedBatchesSampler):
         # Never stored, and a resumed run has another: whoever copies the folder, or goes back to an
         # older copy, could otherwise release the same batches a second time.

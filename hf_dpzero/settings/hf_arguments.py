@@ -80,7 +80,8 @@ _WORKS = {
     "lr_scheduler_type": "also those that follow a metric: evaluation data is public, and rates are "
     "logged",
     "label_smoothing_factor": "of the model's own classification and token losses, example by example",
-    "seed": "seeds the global generators; batches, directions and noise have keys of their own",
+    "seed": "seeds the global generators; batches, directions and noise have keys of their own (mezo, "
+    "sgd and adamw: drawn batches and directions follow the seed)",
     "full_determinism": "the sampler's key and the noise stay secret and random",
     "ignore_data_skip": "always on: batches are a function of the step's number",
     "hub_private_repo": "True where it is not given",

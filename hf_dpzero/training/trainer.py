@@ -358,7 +358,10 @@ class DPZeroMixin(PublishingTrainer):
             run.resources.enter_context(progress.finished(run))
         self._banner.run = run
         if given is not None and not self.args.first_order:
-            self._banner.scale = run.args.learning_rate / given.defaults["lr"]
+            if rate := given.defaults.get("lr"):
+                self._banner.scale = run.args.learning_rate / rate
+            else:  # it makes its own, which the scheduler beside it only shows
+                self.lr_scheduler = None
         self._loop_asks = True
         self.watch.open(run)
 
@@ -404,6 +407,8 @@ class DPZeroMixin(PublishingTrainer):
         """
         if self.optimizer is not None:
             return self.optimizer
+        if self.train_dataset is None:  # there is no run to make it for
+            return super().create_optimizer(model)
         run = self.run
         if self._keys is None:
             trained = [p for p in self.model.parameters() if p.requires_grad]

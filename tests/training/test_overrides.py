@@ -7,6 +7,7 @@ import torch
 from tiny_runs import build, config, same, tiny_data, tiny_model, weights
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import Trainer, TrainerCallback, default_data_collator
+from transformers.optimization import Adafactor, AdafactorSchedule
 
 from hf_dpzero import DPZeroTrainer
 from hf_dpzero.checks.overrides import INSTEAD, overriding
@@ -236,6 +237,23 @@ def test_an_optimizer_has_no_effect_on_directions_and_its_schedule_gives_its_sha
     assert caplog.text.count("SomeSGD has no effect in a dpzero run") == 1
     assert rates(trainer) == pytest.approx([0.01 * 0.5**step for step in range(6)])
     assert not optimizer.state  # it has moved nothing
+
+
+def test_an_optimizer_without_a_rate_gives_no_schedule(tmp_path):
+    """Adafactor's makes its own rates; the run's fall linearly from 0.01."""
+    model = tiny_model()
+    optimizer = Adafactor(model.parameters(), lr=None, relative_step=True, warmup_init=True)
+    given = {"optimizers": (optimizer, AdafactorSchedule(optimizer))}
+    trainer = build(tmp_path, model, max_steps=2, trainer_settings=given)
+    trainer.train()
+    assert rates(trainer) == pytest.approx([0.01, 0.005])
+
+
+def test_without_rows_the_optimizer_is_trainers(tmp_path):
+    args = config(tmp_path, weight_decay=0.1)
+    trainer = DPZeroTrainer(torch.nn.Sequential(torch.nn.Linear(2, 2)), args)
+    trainer.create_optimizer()
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.1, 0.0]
 
 
 def test_an_optimizer_that_the_method_is_of_takes_the_noised_gradients(tmp_path):

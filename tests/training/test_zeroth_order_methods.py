@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiny_runs import build, config, same, stopping, tiny_model, weights
+from tiny_runs import SECRET, build, config, same, stopping, tiny_model, weights
 
 from hf_dpzero.ledger.replay import UPDATE_RULES, directions_of, replay
 from hf_dpzero.ledger.trajectory import Trajectory
@@ -100,3 +100,18 @@ def test_the_epsilon_of_adaptive_clipping_covers_both_releases(tmp_path):
 def test_refusals(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         build(tmp_path, **settings).train()
+
+
+def test_the_seed_of_a_run_that_is_not_private_fixes_it_and_no_private_one(tmp_path):
+    def keys(name: str, **settings: object) -> tuple[str, list[tuple[float, ...]]]:
+        trainer = build(tmp_path / name, max_steps=2, **{**SECRET, **settings})
+        trainer.train()
+        releases = [release.values for release in trainer.trajectory.releases]
+        return trainer.trajectory.header["direction_key"], releases
+
+    mezo = {"method": "mezo", "noise_multiplier": None, "testing.direction_key": None}
+    first = keys("a", seed=5, **mezo)
+    assert first == keys("b", seed=5, **mezo)
+    assert first[0] != keys("c", seed=6, **mezo)[0]
+    private = [keys(name, seed=5, **{"testing.direction_key": None}) for name in "de"]
+    assert private[0][0] != private[1][0] and private[0][1] != private[1][1]
