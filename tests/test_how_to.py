@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -190,11 +191,36 @@ def test_a_notebook(stopped, tickets):
     assert len(both["parts"]) == 2 and 2 < both["epsilon"] <= 3
 
 
-def test_chats(here):
-    model = save_causal_lm(here / "model")
+def chat_model(folder: Path, template: str = TEMPLATE) -> Path:
+    model = save_causal_lm(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(model)
+    return model
+
+
+def test_a_script_of_trl_and_a_stream(here, capsys):
+    """TRL's masks are what is trained on; the stream's rows are counted before anything is planned."""
+    pytest.importorskip("trl")
+    said = "{{ m['content'] }}"
+    marked = TEMPLATE.replace(said, "{% generation %}" + said + "{% endgeneration %}")
+    model = chat_model(here, marked)
+    for name, numbers in (("chats", range(24)), ("public", range(50, 54))):
+        turns = [[("user", f"open at {n}"), ("assistant", "Yes")] for n in numbers]
+        rows = [{"messages": [{"role": r, "content": c} for r, c in turn]} for turn in turns]
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tiny = {"a": '"Qwen/Qwen2.5-0.5B-Instruct"', "a_": repr(str(model)), "b": "=1000", "b_": "=1"}
+    quiet = 'save_strategy="no", use_cpu=True, report_to="none", num_directions=1'
+    few = {"c": "save_steps=100", "c_": quiet, "d": "batch_size=64", "d_": "batch_size=4"}
+    Path("script.py").write_text(block("trl", "chats", **tiny, **few))
+    names = runpy.run_path("script.py", run_name="__main__")  # its classes are pickled
+    assert -100 in names["trainer"].train_dataset[0]["labels"] and report("out/sft")["private"]
+    run(block("trl", "stream", **tiny, c="100_000", c_="20"))
+    assert "20 rows" in capsys.readouterr().out and report("out/stream")["num_examples"] == 20
+
+
+def test_chats(here):
+    model = chat_model(here)
     shown = [
         json.loads(row) for row in re.findall(r"```json\n(.*?)```", text_of("chat_data"), re.DOTALL)
     ]

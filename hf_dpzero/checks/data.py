@@ -46,13 +46,18 @@ def check_rows(dataset: object) -> None:
     Raises:
       ValueError: a stream, a dictionary of data sets, a name or a table of pandas.
     """
+    if isinstance(dataset, datasets.IterableDataset | torch.utils.data.IterableDataset):
+        raise ValueError(
+            "train_dataset is a stream (IterableDataset): it has no n, which noise and epsilon follow "
+            "from, and no row by number for a step to draw. Write its rows down first, datasets.Dataset."
+            "from_generator(lambda: iter(stream)); of one without an end as many as you decide, take(n)."
+        )
     by_name = isinstance(dataset, (str, Mapping)) or hasattr(dataset, "iloc")
     if dataset is not None and (by_name or not isinstance(dataset, Dataset)):
         raise ValueError(
             f"train_dataset is a {type(dataset).__name__}, which has no rows by number: of a name or a "
             "dictionary of data sets pass load_dataset(...)['train'], of a table of pandas "
-            "datasets.Dataset.from_pandas(frame), and a map-style data set in place of a stream, which "
-            "cannot be sampled as the plan accounts."
+            "datasets.Dataset.from_pandas(frame), and a map-style data set of what is read once."
         )
 
 

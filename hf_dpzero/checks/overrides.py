@@ -58,9 +58,13 @@ def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
     for name, instead in INSTEAD.items():
         owner, above = overriding(kind, name)
         if owner and above:
+            ours = any(parent.__module__.startswith("hf_dpzero.") for parent in owner.__mro__)
+            first = (
+                "" if ours else f"; or name DPZeroMixin before {owner.__name__} among the parents"
+            )
             raise ValueError(
                 f"{owner.__name__}.{name} replaces what the accounting rests on, or is never called: "
-                f"{instead}."
+                f"{instead}{first}."
             )
         if owner:
             unused.append(f"{owner.__name__}.{name} ({instead})")

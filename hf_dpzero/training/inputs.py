@@ -78,6 +78,7 @@ def load_inputs(
     if isinstance(model, nn.Module):
         settle_offloaded(model)  # adapters are put on weights that are there
     if prepares_itself(kind):
+        _check_config(kind, args)
         return model, None
     _check_kinds(kind, model, {**settings, "compute_per_example_loss": own_loss})
     has_loss = own_loss is not None or bool(own_loss_name(kind, settings))
@@ -103,6 +104,17 @@ def load_inputs(
     if texts.collator is not None:
         settings["data_collator"] = texts.collator
     return model, texts
+
+
+def _check_config(kind: type, args: DPZeroConfig) -> None:
+    """Refuses arguments that a trainer of TRL would make its own of, without the private ones."""
+    parent = next((k for k in _beneath(kind) if k.__module__.startswith("trl.")), kind)
+    config = parent.__name__.replace("Trainer", "Config")
+    if parent is not kind and config not in {base.__name__ for base in type(args).__mro__}:
+        raise ValueError(
+            f"args is a {type(args).__name__}, and {parent.__name__} takes a {config}: make a dataclass "
+            f"Config(DPZeroConfig, trl.{config}) and pass that."
+        )
 
 
 def prepares_itself(kind: type) -> bool:

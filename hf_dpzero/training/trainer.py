@@ -156,7 +156,7 @@ class DPZeroMixin(PublishingTrainer):
                 select_objective(model)  # refuses a head without an objective
         # Trainer's own callback would save in the middle of a step, on SIGTERM; `termination` does it.
         jit_checkpoint = vars(args).pop("enable_jit_checkpoint", False)
-        super().__init__(model, args, **settings)  # type: ignore[arg-type] # a name goes to who loads it
+        super().__init__(model=model, args=args, **settings)  # type: ignore[arg-type] # or its name
         args.enable_jit_checkpoint = jit_checkpoint
         data_checks.check_all_kept(given, self.train_dataset)
         if fsdp.uses_fsdp2(self.accelerator, self.model, args):

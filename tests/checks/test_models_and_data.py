@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import IterableDataset
 from torch import Tensor, nn
 
 from hf_dpzero.checks import data as data_checks
@@ -33,6 +34,7 @@ def check_model(model: nn.Module) -> None:
         (None, "train_dataset is None"),
         ([], "train_dataset is empty"),
         (iter([1, 2]), "a list_iterator.*no rows by number.*map-style"),
+        (IterableDataset.from_generator(lambda: iter([{}])), r"stream .*no n.*from_generator"),
         ({"train": [1]}, r"a dict, .*\['train'\]"),
         ({1, 2}, "a set, which has no rows by number"),
     ],

@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny_language_models import save_causal_lm
 
-from hf_dpzero import DPZeroConfig, DPZeroMixin
+from hf_dpzero import DPZeroConfig, DPZeroMixin, DPZeroTrainer
 
 trl = pytest.importorskip("trl")
 
@@ -79,6 +79,38 @@ def test_a_subclass_of_sft_that_logs_beside_its_loss_is_refused(tmp_path):
     trainer = fine_tuning(tmp_path, ROWS, kind=Mine)
     with pytest.raises(ValueError, match="Distilling.compute_loss logs what .* other processes"):
         trainer.train()
+
+
+def test_parents_and_arguments_of_another_order_are_refused_in_words(tmp_path):
+    class Both(DPZeroTrainer, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    class Swapped(trl.SFTTrainer, DPZeroMixin):  # type: ignore[misc, name-defined]
+        pass
+
+    fine_tuning(tmp_path, ROWS, kind=Both)
+    with pytest.raises(ValueError, match=r"training_step .*name DPZeroMixin before SFTTrainer"):
+        fine_tuning(tmp_path, ROWS, kind=Swapped)
+    with pytest.raises(ValueError, match=r"SFTTrainer takes a SFTConfig: make a dataclass Config"):
+        Both("model", DPZeroConfig(str(tmp_path), target_epsilon=1, use_cpu=True), ROWS)
+
+
+def test_arguments_reach_a_trainer_of_another_order(tmp_path):
+    """DPOTrainer's second is ref_model: the arguments went there, and TRL made some of its own."""
+
+    @dataclass
+    class Preferences(DPZeroConfig, trl.DPOConfig):  # type: ignore[misc, name-defined]
+        pass
+
+    class Preferring(DPZeroMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    args = Preferences(str(tmp_path), target_epsilon=1, use_cpu=True, report_to="none")
+    rows = [{"prompt": "red", "chosen": " great", "rejected": " bad"}] * 8
+    with pytest.raises(ValueError, match=r"loss_type=\['sigmoid'\] would not be trained on"):
+        Preferring(
+            str(save_causal_lm(tmp_path / "model")), args, train_dataset=Dataset.from_list(rows)
+        )
 
 
 def test_sft_with_packing_is_refused(tmp_path):
