@@ -59,7 +59,8 @@ def run_replay(arguments: Replay) -> None:
     trajectory.to_safetensors(output / SHIPPING_NAME)  # what was trained once is known by these two
     if (beside / REPORT_FILE).is_file():
         shutil.copyfile(beside / REPORT_FILE, output / REPORT_FILE)
-    print(f"replayed {len(trajectory.releases)} steps into {output}")
+    made, all_of = trajectory.shipped_step, len(trajectory.releases)
+    print(f"replayed {all_of if made is None else f'{made} of {all_of}'} steps into {output}")
     if arguments.expect is not None or weight_files(beside):
         _compare(output, Path(arguments.expect or beside))
 

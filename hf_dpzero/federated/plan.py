@@ -75,6 +75,7 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
         "clients would clip differently, and their mean would be of different things; use clipping: "
         "fixed, and give clip and num_directions too, whose defaults are others there",
     ),
+    "load_best_model_at_end": ((False,), "a run ends with its last round; leave it out"),
     "schedules.noise": ((None,), _MISSED_ROUND),
     "schedules.clip": ((None,), _MISSED_ROUND),
     "schedules.smoothing": ((None,), _MISSED_ROUND),

@@ -9,6 +9,7 @@ another start would pay a second time.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,11 @@ from transformers.utils import logging
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.reporting.hub import CARD_FILE, COPIED, FOLDER_NAME, WRITTEN
+from hf_dpzero.reporting.hub import CARD_FILE, COPIED, FOLDER_NAME, INITIAL_VALUES_FILE, WRITTEN
+from hf_dpzero.reporting.model_card import PLOT_FILE
+from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import base_origins
+from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.reporting.wording import set_aside_words
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder import keys
@@ -33,9 +37,9 @@ logger = logging.get_logger(__name__)
 NAME = "earlier-"
 """What folders of runs that were set aside begin with."""
 
+_RESULTS = ("*_results.json", RECIPE_FILE, PLOT_FILE, INITIAL_VALUES_FILE)
 _FILES = (
-    *(name for name in (*COPIED, *WRITTEN) if name != CARD_FILE),
-    *("*_results.json", TRAINER_STATE_NAME, TRAINING_ARGS_NAME),
+    *(*COPIED, *WRITTEN, *_RESULTS, TRAINER_STATE_NAME, TRAINING_ARGS_NAME),
     *(f"{PREFIX_CHECKPOINT_DIR}-*", UNFINISHED, FOLDER_NAME),
 )
 
@@ -88,28 +92,34 @@ def set_aside(run: Run) -> dict[str, Any]:
     Returns:
       The report's `set_aside`; {} for a run that is not private, and where nothing was spent.
     """
-    folder = run.output_dir
+    folder, said = run.output_dir, ""
     refuse_interrupted(folder)  # again: another process may have begun there
-    if (folder / LEDGER_NAME).exists():
+    began = (folder / LEDGER_NAME).exists()
+    # Without a ledger, weights may be a base model's; the rest would be shipped as this run's.
+    found = _files_of(folder, _FILES if began else _RESULTS)
+    if began or found:
         numbers = (folder / f"{NAME}{number}" for number in itertools.count(1))
         place = next(path for path in numbers if not path.exists())
         place.mkdir()
-        for path in (*(folder / keys.FOLDER).glob(f"*{keys.FILE}*"), *_files_of(folder)):
-            path.unlink() if path.parent.name == keys.FOLDER else path.rename(place / path.name)
-        (folder / LEDGER_NAME).rename(place / LEDGER_NAME)
-        logger.warning(f"{folder} held an earlier run, which is set aside as {place.name}.")
+        for secret in (folder / keys.FOLDER).glob(f"*{keys.FILE}*") if began else ():
+            secret.unlink()  # an upload of the folder would take them along
+        for path in (*found, *[folder / LEDGER_NAME] * began):
+            path.rename(place / path.name)
+        said = f"what another run left in {folder} is set aside in {place.name}"
     spent = _spent(run) if run.plan.private else {}
-    if spent:
-        logger.warning(f"runs in {folder} before this one: {set_aside_words(spent)}.")
+    if said or spent:
+        parts = [said, f"runs before this one: {set_aside_words(spent)}" if spent else ""]
+        logger.warning("; ".join(filter(None, parts)))
     return spent
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """What a run writes into its folder, but for its ledger and keys."""
-    found = {path for pattern in _FILES for path in folder.glob(pattern)}
-    card = folder / CARD_FILE  # another README.md is not the run's
-    ours = card.is_file() and "privacy_report.json" in card.read_text(errors="replace")
-    return [*sorted(found), *([card] if ours else [])]
+def _files_of(folder: Path, patterns: Sequence[str] = _FILES) -> list[Path]:
+    """What a run writes into its folder, but for its ledger and keys, and a README.md of others."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    card = folder / CARD_FILE
+    if card in found and REPORT_FILE not in card.read_text(errors="replace"):
+        found.remove(card)
+    return sorted(found)
 
 
 def _spent(run: Run) -> dict[str, Any]:

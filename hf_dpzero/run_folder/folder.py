@@ -8,7 +8,6 @@ and of which the ledger does not know would be spent twice.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -27,11 +26,9 @@ from hf_dpzero.parallel.fsdp import on_first_of
 from hf_dpzero.parallel.mesh import mesh_words
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.reporting.hub import FOLDER_NAME, INITIAL_VALUES_FILE
-from hf_dpzero.reporting.model_card import PLOT_FILE
+from hf_dpzero.reporting.hub import FOLDER_NAME
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, versions
 from hf_dpzero.reporting.provenance import check_extended, header_entries, worst_tuning
-from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import (
     Comparison,
@@ -238,13 +235,7 @@ def _start(run: Run, header: dict[str, Any]) -> RunState:
     }
     folder = run.output_dir
     path = folder / LEDGER_NAME
-
-    def cleared() -> dict[str, Any]:
-        if not path.exists():
-            _set_aside(folder)
-        return set_aside(run)
-
-    if aside := collectives.shared(collectives.on_main(cleared, dict)):
+    if aside := collectives.shared(collectives.on_main(lambda: set_aside(run), dict)):
         header["set_aside"] = aside
     # Directions are public, but two runs must not share them: each draws its own key.
     own = seeded_key(run.args.seed, "directions")[:16].hex() if run.args.not_private else None
@@ -284,21 +275,6 @@ def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> 
             write_initial_values(run.output_dir, run.model, compared, digest)
 
     on_first_of(run.model, write)
-
-
-def _set_aside(output_dir: Path) -> None:
-    """Renames what another run left in the folder and this run's card and Hub folder would show."""
-    patterns = ("*_results.json", RECIPE_FILE, PLOT_FILE, INITIAL_VALUES_FILE)
-    found = [path for pattern in patterns for path in sorted(output_dir.glob(pattern))]
-    for path in found:  # renamed and not removed: they are another run's results
-        names = (f"{path.name}.before{number or ''}" for number in itertools.count())
-        path.rename(next(path.with_name(n) for n in names if not path.with_name(n).exists()))
-    if found:
-        logger.warning(
-            "%s of another run in %s moved aside (to *.before): they are not this run's to ship.",
-            ", ".join(path.name for path in found),
-            output_dir,
-        )
 
 
 def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:

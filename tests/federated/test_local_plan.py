@@ -99,6 +99,7 @@ def test_honest_values_stay_within_the_bound_and_worst_ones_near_it(tmp_path, sa
 WITHOUT_ACCOUNT = {
     "method": "mezo",
     "clipping": "adaptive",
+    "load_best_model_at_end": True,
     "schedules.noise": "exp(gamma=0.99)",
     "schedules.clip": "linear(start=2, end=1)",
     "schedules.smoothing": "linear(start=2, end=1)",
