@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_dpzero.ledger.digests import digest_tensors
@@ -86,11 +87,38 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     # Under both names: an adapter's base was saved without the parts that PEFT puts into them.
     named = {plain_name(name): tensor for name, tensor in state.items()} | state
+    renamed = names_on_disk(model)
+    named |= {
+        renamed[plain]: t for name, t in state.items() if (plain := plain_name(name)) in renamed
+    }
     if isinstance(getattr(model, "peft_config", None), Mapping):
         from peft import get_peft_model_state_dict
 
         named |= get_peft_model_state_dict(model)
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
+
+
+def names_on_disk(model: nn.Module) -> dict[str, str]:
+    """`plain_name` of a tensor -> the name that saving gives it, where transformers keeps an older one.
+
+    It does of ViT, GPT-NeoX and more, whose modules have other names than their checkpoints. Tensors
+    that saving joins or splits are left out.
+    """
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    inner: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    if not isinstance(inner, PreTrainedModel):
+        return {}
+    # In place of the tensors, of which saving may make others.
+    state = {
+        name: torch.empty(tensor.shape, device="meta")
+        for name, tensor in inner.state_dict().items()
+        if isinstance(tensor, Tensor)
+    }
+    saved = {id(tensor): name for name, tensor in revert_weight_conversion(inner, state).items()}
+    names = ((plain_name(name), plain_name(saved.get(id(t), name))) for name, t in state.items())
+    return {name: other for name, other in names if name != other}
 
 
 def plain_name(name: str) -> str:

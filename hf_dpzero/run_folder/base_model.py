@@ -29,7 +29,13 @@ from hf_dpzero.perturbation.sharding import address, own_class, whole
 from hf_dpzero.perturbation.trainable import quantised_kind
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.provenance import base_names, resolve_path
-from hf_dpzero.reporting.weights import open_each, open_weights, plain_name, saved_tensors
+from hf_dpzero.reporting.weights import (
+    names_on_disk,
+    open_each,
+    open_weights,
+    plain_name,
+    saved_tensors,
+)
 from hf_dpzero.reporting.wording import (
     DECLARED,
     EQUAL,
@@ -304,7 +310,7 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     differing, fresh, residual = list[str](), list[str](), list[str]()
-    related, embeddings = set[bool](), set[int]()
+    related, embeddings, renamed = set[bool](), set[int](), names_on_disk(model)
     for part in ("get_input_embeddings", "get_output_embeddings"):
         with contextlib.suppress(NotImplementedError, AttributeError):
             embeddings.add(id(getattr(base_model(model), part)().weight))
@@ -312,7 +318,7 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
         for name, parameter in {**named, **buffers}.items():
             tensors = [
                 tensor
-                for tensor in _candidates(plain_name(name), sources)
+                for tensor in _candidates(renamed.get(plain_name(name), plain_name(name)), sources)
                 if tensor.shape == parameter.shape
                 or (id(parameter) in embeddings and tensor.shape[1:] == parameter.shape[1:])
             ]
@@ -350,12 +356,12 @@ def are_fresh(model: nn.Module, names: Collection[str]) -> bool:
       model: any.
       names: of its parameters; none are not fresh.
     """
-    named = dict(model.named_parameters())
+    named, renamed = dict(model.named_parameters()), names_on_disk(model)
     with _sources(model) as sources:
         found = (
             tensor.shape == named[name].shape
             for name in names
-            for tensor in _candidates(plain_name(name), sources)
+            for tensor in _candidates(renamed.get(plain_name(name), plain_name(name)), sources)
         )
         return bool(names) and bool(sources) and not any(found)
 

@@ -33,6 +33,7 @@ from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.reporting.weights import names_on_disk
 from hf_dpzero.reporting.wording import delta_words
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder import checkpoints
@@ -297,7 +298,9 @@ class PublishingTrainer(Trainer):
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self.shards:
+        # Trainer leaves out, with a warning, what was saved under another name than the module's.
+        adapter = hasattr(self.model, "peft_config")
+        if not self.shards and (adapter or not names_on_disk(self.model)):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         fsdp.load_gathered_(self.model, resume_from_checkpoint)
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
 from tiny_runs import SECRET, build, config, same, tiny_model, weights, with_lora
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    TrainerCallback,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from hf_dpzero import Trajectory
 from hf_dpzero.ledger.replay import replay
@@ -16,6 +24,7 @@ from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.provenance import read_extended
 from hf_dpzero.reporting.verification import report_of
+from hf_dpzero.run_folder.base_model import Comparison, compare_with_named
 from hf_dpzero.run_folder.checkpoints import complete_checkpoints
 
 BEST: dict[str, Any] = {
@@ -44,6 +53,8 @@ class Scores(TrainerCallback):
 def build_best(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -> Any:
     scores = Scores()
     given = {"compute_metrics": scores.metrics, "callbacks": [scores, *callbacks]}
+    if "evaluation" in settings:
+        given["eval_dataset"] = settings.pop("evaluation")
     return build(folder, model, trainer_settings=given, **{**BEST, **settings})
 
 
@@ -82,6 +93,30 @@ def test_the_weights_are_those_of_the_best_step_and_the_epsilon_that_of_the_run(
     pushed = Path(hub.push(tmp_path, "somebody/some", dry_run=True))
     assert "the weights are of step 4" in (pushed / hub.CARD_FILE).read_text()
     assert read_extended(str(tmp_path))[0].steps == 6  # a run that extends it counts all six
+
+
+def test_weights_that_are_saved_under_other_names_than_the_modules(tmp_path: Path) -> None:
+    """Trainer leaves them out: the layers stayed those of the last step, the head was of the best."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "image_size": 8, "patch_size": 4}
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, **sizes, "num_labels": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = ViTForImageClassification(ViTConfig(**shape, hidden_dropout_prob=0.0))
+    first.save_pretrained(tmp_path / "base")
+    load = partial(ViTForImageClassification.from_pretrained, tmp_path / "base")
+    assert compare_with_named(load()) == Comparison([], [], [])
+    changed = load()
+    changed.vit.layers[0].mlp.fc1.bias.data += 1
+    assert compare_with_named(changed).differing == ["vit.layers.0.mlp.fc1.bias"]
+    pixels = torch.randn(80, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    rows = [{"pixel_values": x.tolist(), "labels": i % 2} for i, x in enumerate(pixels)]
+    trainer = build_best(
+        tmp_path / "out", model=load(), data=Dataset.from_list(rows[:60]), evaluation=rows[60:]
+    )
+    trainer.train()
+    ledger = Trajectory.load(tmp_path / "out" / LEDGER_NAME)
+    assert ledger.header["base_weights"] == "equal_to_named"
+    assert same(weights(trainer.model), replayed(ledger, 4, load()))
 
 
 def test_a_report_of_another_step_than_the_trajectory_says_is_refused(tmp_path: Path) -> None:
