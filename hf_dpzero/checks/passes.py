@@ -92,7 +92,7 @@ def shapes_of(run: Run) -> PassShapes | None:
         if run.args.per_device_train_batch_size == 1:
             logger.warning(f"per_device_train_batch_size=1, and rows without a mask: {ONE_BY_ONE}")
             return shapes  # in which they may have any size
-    reason = couples_values(model)
+    reason = couples_values(model, run.args.mixed_precision == "fp16")
     if forms.is_unmasked_sound(first) or reason:
         logger.warning(UNMASKED if forms.is_unmasked_sound(first) else f"{reason}: {ONE_BY_ONE}")
         return shapes

@@ -27,21 +27,21 @@ PRODUCTS = "float32 products in TF32 or bfloat16 (torch.set_float32_matmul_preci
 
 
 def check_mixed_precision(args: TrainingArguments, device_type: str) -> None:
-    """Refuses an autocast around the call, and mixed precision other than bfloat16.
+    """Refuses an autocast around the call, and mixed precision other than bfloat16 and float16.
 
     Args:
       args: `TrainingArguments`; `mixed_precision` also holds what `accelerate launch` asks for.
       device_type: of the training device.
 
     Raises:
-      ValueError: autocast around the call, or a mixed precision other than "no" and "bf16".
+      ValueError: autocast around the call, or a mixed precision other than "no", "bf16" and "fp16".
     """
     if torch.is_autocast_enabled(device_type):
         raise ValueError(
             "train() was called under torch.autocast, which keeps copies of the weights that no "
             "perturbation reaches: call it outside, with bf16=True."
         )
-    if args.mixed_precision not in ("no", "bf16"):
+    if args.mixed_precision not in ("no", "bf16", "fp16"):
         raise ValueError(
             f"mixed_precision={args.mixed_precision!r} (accelerate's configuration or "
             "ACCELERATE_MIXED_PRECISION) is too coarse for finite differences: use 'bf16' or 'no'."
@@ -96,10 +96,10 @@ def low_precision(model: nn.Module, args: DPZeroConfig) -> str:
       args: `DPZeroConfig`.
 
     Returns:
-      bf16 (from the arguments or from accelerate's configuration), tf32, half-precision or quantised
-      weights in words; "" where all is float32.
+      bf16 or fp16 (from the arguments or from accelerate's configuration), tf32, half-precision or
+      quantised weights in words; "" where all is float32.
     """
-    causes = [f"{name}=True" for name in ("bf16", "tf32") if getattr(args, name)]
+    causes = [f"{name}=True" for name in ("bf16", "fp16", "tf32") if getattr(args, name)]
     if not causes and args.mixed_precision != "no":
         causes.append(f"mixed_precision={args.mixed_precision!r} (accelerate's configuration)")
     cause = low_precision_of(model)
@@ -158,7 +158,7 @@ def _clamps_by_other_rows(forward: Callable[..., object], half: bool) -> bool:
     return bool(_LOOKS_AT_ALL.search(text)) and (half or "float16" not in text)
 
 
-def couples_values(model: nn.Module) -> str:
+def couples_values(model: nn.Module, half: bool = False) -> str:
     """Why values, not only shapes, of one row of a batch may change what another row is computed with.
 
     A fixed shape is of no help there, and a trial on a few rows need not show it. LLM.int8() takes the
@@ -170,11 +170,12 @@ def couples_values(model: nn.Module) -> str:
 
     Args:
       model: judged by its layers, tensors and configurations.
+      half: whether it computes in float16 whatever its parameters are.
 
     Returns:
       The reason in words; "" where there is none.
     """
-    known, half = False, any(p.dtype == torch.float16 for p in model.parameters())
+    known, half = False, half or any(p.dtype == torch.float16 for p in model.parameters())
     for name, module in model.named_modules():
         where = name or "the model"
         counts = [n for name, n in vars(module).items() if _EXPERTS.fullmatch(name)]

@@ -23,14 +23,23 @@ GRAPHS = 4096
 """Graphs of one function, at most: more than a run has shapes, also where rows go one by one."""
 
 
-def uncached_autocast(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
+def uncached_autocast(
+    accelerator: Accelerator, half: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """The autocast of `accelerator` (perhaps none), set to keep no copies of weights.
 
     Accelerate puts it around `model.forward` too, but only after training has been prepared; checks
     run before that.
+
+    Args:
+      accelerator: of the trainer.
+      half: float16 in its place, of which Accelerate would scale gradients.
     """
     from accelerate.utils import AutocastKwargs
 
+    if half:
+        kind = accelerator.device.type
+        return torch.autocast(kind, torch.float16, cache_enabled=False)
     if accelerator.autocast_handler is None:
         accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     accelerator.autocast_handler.cache_enabled = False

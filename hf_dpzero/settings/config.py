@@ -70,6 +70,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         if not self.first_order:
             self.max_grad_norm = 0.0  # Trainer would take the norm of gradients that nobody made
         super().__post_init__()
+        hf_arguments.take_half(self)
         for said in (accumulated, warning):
             if said and self.process_index == 0:
                 logger.warning_once(said)

@@ -92,6 +92,7 @@ _WORKS = {
     "hub_revision": "an existing branch",
 }
 _OTHER = {
+    "fp16": "autocast in float16, without a scaler, of zeroth-order runs on CUDA; in bfloat16 elsewhere",
     "gradient_accumulation_steps": "with per_device_train_batch_size and the number of processes it "
     "makes expected_batch_size, where that is not given",
     "save_only_model": "resuming from its checkpoints is refused",
@@ -126,8 +127,6 @@ _UNUSED = {
 _REFUSED = {
     "neftune_noise_alpha": "adds noise to embeddings in training mode, and steps run in eval mode: "
     "leave it out.",
-    "fp16": "computes losses that are too coarse for finite differences; use bf16=True (autocast) or "
-    "float32.",
     "bf16_full_eval fp16_full_eval": "casts the model itself in evaluate(), which then is not what the "
     "trajectory ends in: leave it False, and load the saved model in that dtype to evaluate it with a "
     "plain Trainer.",
@@ -323,6 +322,15 @@ def put_back(config: DPZeroConfig) -> None:
     for name, (off, _) in _PUT_BACK.items():
         if hasattr(config, name):
             setattr(config, name, off)
+
+
+def take_half(config: DPZeroConfig) -> None:
+    """Puts bfloat16 in place of float16 on other devices than CUDA, and where gradients are taken.
+
+    Gradients in float16 need a scaler, which looks at un-noised ones.
+    """
+    if config.mixed_precision == "fp16" and (config.first_order or config.device.type != "cuda"):
+        config.mixed_precision = "bf16"
 
 
 def use_of(name: str, config: DPZeroConfig) -> Use:

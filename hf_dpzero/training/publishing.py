@@ -275,9 +275,18 @@ class PublishingTrainer(Trainer):
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[None]:
         """The run's mixed precision, wherever losses are computed (see `estimators.arithmetic`)."""
-        return uncached_autocast(self.accelerator)
+        return uncached_autocast(self.accelerator, self.args.mixed_precision == "fp16")
 
     # ------------------------------------------------------------------ devices and processes
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in Trainer; of float16 Accelerate does not know, so that it makes no scaler."""
+        chosen = self.args.mixed_precision
+        self.args.mixed_precision = "no" if chosen == "fp16" else chosen
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            self.args.mixed_precision = chosen
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """As in Trainer; the weights of an offloaded model stay where they live."""

@@ -144,7 +144,7 @@ TRAIN = [
     ("--trace_back", "unknown key 'trace_back'"),
     ("--gradient_accumulation_steps 0", "gradient_accumulation_steps=0"),
     ("--sampling fixed_size_without_replacement", "replace_one"),
-    ("--fp16 true", "fp16"),
+    ("--fp16_full_eval true", "fp16_full_eval"),
     ("--resume_from_checkpoint", "no checkpoint"),
 ]
 PLAN = "plan --num_examples 1024 --max_steps 100 --expected_batch_size 64"

@@ -149,9 +149,9 @@ def test_all_that_the_arguments_alone_decide_is_said_at_once(tmp_path):
         "debug": "x",
     }
     with pytest.raises(ValueError, match=r"^6 settings are refused:\n") as refusal:
-        config(tmp_path, fp16=True, trainable="(", **clashing)
-    named = ("give exactly one", "clipping='automatic'", "max_batch_size=9", "debug='x'", "fp16=True",
-             "trainable='('")  # fmt: skip
+        config(tmp_path, fp16_full_eval=True, trainable="(", **clashing)
+    named = ("give exactly one", "clipping='automatic'", "max_batch_size=9", "debug='x'",
+             "fp16_full_eval=True", "trainable='('")  # fmt: skip
     assert all(name in str(refusal.value) for name in named)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_dpzero import DPZeroTrainer
+from hf_dpzero.checks.precision import check_mixed_precision
 from hf_dpzero.estimators.arithmetic import uncached_autocast, unwrapped
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.settings import hf_arguments
 from hf_dpzero.training.methods import prepare
 
 U = Direction(5, 0, 0)
@@ -349,17 +352,69 @@ def test_no_copy_of_a_weight_outlives_a_forward_pass(tmp_path, tiny_bert):
     assert moved_inside(uncached_autocast(trainer.accelerator))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("fp16", "mixed_precision='fp16' .*too coarse"), ("bf16", "with microbatch_size=4")],
-)
-def test_mixed_precision_from_the_launcher_is_seen(tmp_path, tiny_bert, monkeypatch, name, message):
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_mixed_precision_from_the_launcher_is_seen(tmp_path, tiny_bert, monkeypatch, name):
     """`accelerate launch --mixed_precision` sets a variable, not an argument."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", name)
     trainer = build(tmp_path, tiny_bert(), method="dp-sgd")
     assert not trainer.args.bf16
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="with microbatch_size=4"):
         trainer.train()
+    with pytest.raises(ValueError, match="mixed_precision='fp8' .*too coarse"):
+        check_mixed_precision(SimpleNamespace(mixed_precision="fp8"), "cpu")  # type: ignore[arg-type]
+
+
+# ---- float16
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_fp16_is_bfloat16_on_a_cpu(tmp_path, tiny_bert, method, caplog):
+    settings = {"method": method, "microbatch_size": 1, "max_steps": 2}
+    if method == "dp-sgd":  # else noise hides how gradients are rounded
+        settings |= {"clip": 1e-2, "learning_rate": 1.0}
+    found = []
+    for name in ("fp16", "bf16", "tf32"):
+        trainer = build(tmp_path / name, tiny_bert(), **settings, **{name: name != "tf32"})
+        trainer.train()
+        found.append(tiny_runs.weights(trainer.model))
+    assert tiny_runs.same(*found[:2]) and not tiny_runs.same(*found[1:])
+    if method == "dpzero":
+        assert caplog.text.count("another meaning: fp16=True (autocast in float16") == 1
+
+
+def test_float16_is_cast_without_a_scaler_and_one_row_a_pass_where_layers_clamp(
+    tmp_path, tiny_bert, monkeypatch, caplog
+):
+    """On a device that says it is a GPU; then the same on this CPU, whose autocast knows float16 too."""
+    gpu = torch.device("cuda")
+    for first_order, found in ((False, "fp16"), (True, "bf16")):
+        args = SimpleNamespace(mixed_precision="fp16", first_order=first_order, device=gpu)
+        hf_arguments.take_half(args)  # type: ignore[arg-type]
+        assert args.mixed_precision == found
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        cast: Any = uncached_autocast(SimpleNamespace(device=gpu), half=True)  # type: ignore[arg-type]
+    assert (cast.device, cast.fast_dtype, cast._cache_enabled) == ("cuda", torch.float16, False)
+
+    class Clamping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            if x.dtype == torch.float16 and torch.isinf(x).any():
+                x = x.clamp(-6e4, 6e4)
+            seen.append(x.dtype)
+            return x
+
+    seen: list[torch.dtype] = []
+    with_half = lambda args: setattr(args, "mixed_precision", "fp16")  # noqa: E731
+    monkeypatch.setattr(hf_arguments, "take_half", with_half)
+    model = tiny_bert()
+    model.classifier = Clamping(model.classifier.in_features, 2)
+    trainer = build(tmp_path / "run", model, fp16=True, max_steps=1, microbatch_size=4)
+    assert trainer.accelerator.scaler is None and trainer.accelerator.mixed_precision == "no"
+    trainer.train()
+    assert set(seen) == {torch.float16}
+    assert "classifier clamps all rows of a batch where one of them overflows" in caplog.text
+    assert trainer.run.shapes.one_by_one
+    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_training_under_the_users_own_autocast_is_refused(tmp_path, tiny_bert):
