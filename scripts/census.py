@@ -126,14 +126,10 @@ def verdict(script: Script, output_dir: str) -> Verdict:
         DPZeroSeq2SeqConfig(**{**kept, **OURS, "output_dir": output_dir})
     except (ValueError, TypeError, ImportError) as error:
         lines = str(error).split("\n- ")
-        return Verdict(script, tuple(map(_reason, lines[1:] or lines)), dropped)
+        named = [line.partition("=")[0] for line in lines if "=" in line]
+        ours = tuple(f"`{name}`" for name in named if name.isidentifier())
+        return Verdict(script, ours or ("by transformers itself",), dropped)
     return Verdict(script, (), dropped)
-
-
-def _reason(line: str) -> str:
-    """The argument that a refusal begins with, or its first words."""
-    name = line.partition("=")[0]
-    return f"`{name}`" if name.isidentifier() else line[:60].strip()
 
 
 def census(folders: Iterable[Path]) -> list[Verdict]:

@@ -354,7 +354,7 @@ def select_objective(model: nn.Module) -> PerExampleLoss:
     if (objective := _fitting(model, known)) is not None:
         return objective
     name = type(base_model(model)).__name__
-    if any(takes(model, label) for label in ("labels", "label", "label_ids")):
+    if any(takes(model, label) for label in ("labels", "label", "label_ids", "future_values")):
         return own_loss_objective
     raise ValueError(
         f"no per-example loss is known for {name}, whose forward takes no labels. Known are classes "

@@ -250,7 +250,9 @@ def test_what_fails_in_a_loss_of_the_users_own_is_said(tmp_path):
 
 
 def test_a_checkpoint_that_is_no_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="valid checkpoint at nowhere: resume_from_checkpoint is a"):
+    with pytest.raises(
+        ValueError, match="valid checkpoint at nowhere: resume_from_checkpoint is a"
+    ):
         build(tmp_path).train(resume_from_checkpoint="nowhere")
 
 
