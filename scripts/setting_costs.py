@@ -47,7 +47,8 @@ _MODEL = {
             none="one device",
         ),
         "offload_folder": Cost(
-            "nothing; it holds weights, and no name of a file of this run", none="no disk offload"
+            "nothing: it holds weights; those that train lie in a file without a name",
+            none="no disk offload",
         ),
         "max_memory": Cost(NOTHING, none="what is free"),
     },
@@ -153,8 +154,14 @@ INHERITED: Mapping[str, tuple[str, Cost]] = {
         Cost("as `max_steps`", "in proportion"),
     ),
     "per_device_train_batch_size": (
-        "nothing: `expected_batch_size` and `microbatch_size` say what it says elsewhere",
-        Cost(NOTHING),
+        "a factor of B with `gradient_accumulation_steps`; else nothing, see `expected_batch_size` and "
+        "`microbatch_size`",
+        Cost("as `expected_batch_size`", "as `expected_batch_size`"),
+    ),
+    "gradient_accumulation_steps": (
+        "above 1, without `expected_batch_size`: B is per_device_train_batch_size times that times the "
+        "number of processes; a step is one batch",
+        Cost("as `expected_batch_size`", "as `expected_batch_size`"),
     ),
     "lr_scheduler_type": ("as in Trainer", Cost("nothing: rates are public")),
     "weight_decay": ("as in Trainer", Cost(NOTHING)),
@@ -165,6 +172,10 @@ INHERITED: Mapping[str, tuple[str, Cost]] = {
     "eval_strategy": (
         "evaluation on public rows, as in Trainer",
         Cost("nothing, if `eval_dataset` is public", "evaluation"),
+    ),
+    "load_best_model_at_end": (
+        "the weights of the step that evaluated best, as in Trainer",
+        Cost("nothing, if `eval_dataset` is public; epsilon is that of all steps", "disk"),
     ),
     "save_strategy": (
         "checkpoints, as in Trainer",

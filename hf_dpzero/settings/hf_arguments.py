@@ -103,9 +103,9 @@ _OTHER = {
     "only: training has a data loader of its own",
 }
 _UNUSED = {
-    "per_device_train_batch_size": "the batch of a step is expected_batch_size, which it is a factor of "
-    "with gradient_accumulation_steps alone; a forward pass has at most microbatch_size examples, and "
-    "one where this is 1 and rows have no attention_mask",
+    "per_device_train_batch_size": "a step has expected_batch_size rows, of which it is a factor with "
+    "gradient_accumulation_steps alone; a forward pass has at most microbatch_size, and one where this "
+    "is 1 and rows have no attention_mask",
     "auto_find_batch_size": "rows of a forward pass are chosen from the memory that is free",
     "train_sampling_strategy": "rows are drawn by sampling, which is what is accounted",
     "enable_jit_checkpoint": "SIGTERM ends the step, writes a whole checkpoint and exits with status "
@@ -394,11 +394,12 @@ def _changed(config: DPZeroConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _set_by_itself(name: str, value: Any, config: DPZeroConfig) -> bool:
-    """Whether a configuration that is made again from an existing one has this value anyhow."""
+    """Whether a value was made use of, or a configuration made from an existing one has it anyhow."""
     # TrainingArguments itself unpins memory under use_cpu, makes an AcceleratorConfig of None, and
     # takes False for "no".
     return (
         (name == "optim" and value == "sgd" and config.method in SGD)
+        or (name == "per_device_train_batch_size" and config.accumulated_rows > 0)
         or (name == "dataloader_pin_memory" and config.use_cpu)
         or (name == "accelerator_config" and value == AcceleratorConfig())
         or (name == "include_num_input_tokens_seen" and value is False)

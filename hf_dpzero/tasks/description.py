@@ -181,7 +181,7 @@ class DataArguments:
         `hf-dpzero evaluate` only, whose result is then not private.
       dataset_name: Hub data set; null takes the task's own.
       dataset_config_name: its configuration, for example "qqp" of "nyu-mll/glue".
-      train_file: local JSON lines or CSV instead of the Hub; the private rows.
+      train_file: a file (.jsonl, .json, .csv, .tsv, .parquet) instead of the Hub; the private rows.
       validation_file: the same for evaluation, which is assumed public (see the privacy report).
       text_column: column with the text; null takes the task's own.
       text_pair_column: second text for sentence pairs; null for single sentences.

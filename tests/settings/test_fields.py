@@ -209,6 +209,7 @@ def test_accumulation_makes_the_batch_of_a_step(
             **settings,
         )  # fmt: skip
     assert (made.expected_batch_size, made.gradient_accumulation_steps) == (batch, 1)
+    assert ("no effect in" in caplog.text) == (not said or "has no effect" in said)
     assert said in caplog.text and made.plan(1000).sampler.expected_batch_size == batch
 
 
