@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from tiny_runs import SECRET, build, config, same, tiny_model, weights, with_lora
 from transformers import (
     EarlyStoppingCallback,
@@ -25,7 +28,7 @@ from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.provenance import read_extended
 from hf_dpzero.reporting.verification import report_of
 from hf_dpzero.run_folder.base_model import Comparison, compare_with_named
-from hf_dpzero.run_folder.checkpoints import complete_checkpoints
+from hf_dpzero.run_folder.checkpoints import complete_checkpoints, load_state
 
 BEST: dict[str, Any] = {
     "max_steps": 6,
@@ -228,3 +231,31 @@ def test_a_best_checkpoint_of_another_run_is_not_loaded(tmp_path: Path) -> None:
 def test_strategies_must_match_as_in_trainer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save and eval strategy to match"):
         config(tmp_path, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="steps")
+
+
+@pytest.mark.parametrize("place", ["on_log", "on_train_end"])
+def test_sigterm_at_the_end_never_saves_the_best_weights_under_the_last_step(
+    tmp_path: Path, place: str
+) -> None:
+    """Before the best weights are loaded, and after; 'best' has no checkpoint of step 6."""
+
+    class Asked(TrainerCallback):
+        pass
+
+    def ask(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    setattr(Asked, place, ask)
+    with pytest.raises(SystemExit):
+        build_best(tmp_path, Asked(), save_strategy="best").train()
+    ledger = Trajectory.load(tmp_path / LEDGER_NAME)
+    assert ledger.next_step == 6
+    for path in complete_checkpoints(tmp_path):
+        load_state(str(path), ledger)
+        found = load_file(path / "model.safetensors")
+        expected = replayed(ledger, upto=int(path.name.split("-")[1]))
+        assert all(torch.equal(found[name], expected[name]) for name in expected), path
+    resumed = build_best(tmp_path, save_strategy="best")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy_report().shipped_step == 4
