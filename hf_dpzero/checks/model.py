@@ -116,26 +116,31 @@ def check_placement(model: nn.Module) -> None:
 def check_adapters(model: nn.Module) -> None:
     """Refuses a PEFT model whose adapter is not trained, or that trains an unused copy of the head.
 
-    Also an adapter that would be loaded onto other base weights. Other models pass. To be called after
-    `select_trainable`, whose pattern sees PEFT's names: "classifier" matches the unused copy of the head
-    too, and not the adapter.
+    Also adapters that would be saved without a report, or loaded wrongly. Other models pass. To be
+    called after `select_trainable`, whose pattern sees PEFT's names: "classifier" matches the unused
+    copy of the head too, and not the adapter.
 
     Raises:
-      ValueError: says which parameters would be trained, and a pattern that fits.
+      ValueError: says what would be trained, and a pattern that fits.
     """
-    if not hasattr(model, "peft_config"):
+    configs: Any = getattr(model, "peft_config", None)
+    if configs is None:
         return
-    configs: Any = model.peft_config
-    for config in configs.values():
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for adapter, config in configs.items():
         start = str(getattr(config, "init_lora_weights", ""))
         if "_niter_" in start or start in ("corda", "lora_ga"):
             raise ValueError(
                 f"init_lora_weights={start!r} changes base weights in a way that loading the saved "
-                "adapter does not repeat, so it would not be the model that was trained: use 'pissa' or "
-                "'olora', which are computed again from the base."
+                "adapter does not repeat: use 'pissa' or 'olora', which are computed again."
             )
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if adapter != "default" and any(adapter in name.split(".") for name in names):
+            raise ValueError(
+                f"the adapter {adapter!r} would be saved in a folder of its own, without a report: call "
+                "it 'default', PEFT's name where none is given."
+            )
     own = "adaption_" if "AdaptionPrompt" in type(model.base_model).__name__ else PROMPT
+    own = "lora_" if getattr(model, "_hf_peft_config_loaded", False) else own  # by its add_adapter
     prefix = getattr(model.base_model, "prefix", own)  # of PEFT's names, e.g. "lora_"
     unused = [name for name in names if ".original_module." in name]
     if unused or not any(str(prefix) in name for name in names):
@@ -143,7 +148,8 @@ def check_adapters(model: nn.Module) -> None:
         raise ValueError(
             f"{(unused or names or ['nothing'])[0]} would be trained, {what}: leave `trainable` at "
             "null, which trains the adapter and the head, or set it to "
-            f"'{prefix}|modules_to_save'. To train the head alone, drop peft_method."
+            f"'{prefix}|modules_to_save'; load a saved adapter with is_trainable=True. To train the "
+            "head alone, drop peft_method."
         )
 
 

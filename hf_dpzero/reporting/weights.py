@@ -94,7 +94,9 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(getattr(model, "peft_config", None), Mapping):
         from peft import get_peft_model_state_dict
 
-        named |= get_peft_model_state_dict(model)
+        adapter = get_peft_model_state_dict(model)
+        # transformers' own add_adapter leaves this out, and its save_pretrained puts it in
+        named |= {f"base_model.model.{name}": tensor for name, tensor in adapter.items()} | adapter
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
@@ -107,7 +109,8 @@ def names_on_disk(model: nn.Module) -> dict[str, str]:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
-    inner: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    wrapped: Any = model
+    inner = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
         return {}
     # In place of the tensors, of which saving may make others.

@@ -20,6 +20,7 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import vocabulary_size
 from hf_dpzero.reporting.hub import build_hub_folder
+from hf_dpzero.reporting.weights import open_weights, saved_tensors
 from hf_dpzero.run_folder.base_model import check_start, load_initial_model
 
 NEW_PARTS = "equal_to_named_but_new_parts"
@@ -128,6 +129,26 @@ def test_an_adapter_that_would_not_fit_its_base_again_is_refused(base: Path, sta
     config = peft.LoraConfig(r=2, **ON, init_lora_weights=start, **more)
     with pytest.raises(ValueError, match=f"'{start}' changes base weights.*use 'pissa' or 'olora'"):
         check_adapters(peft.get_peft_model(loaded(base), config))
+
+
+def test_an_adapter_of_another_name_is_refused_where_it_is_trained(base: Path) -> None:
+    """PEFT saves it in a folder of its own: the report named weights that were not trained."""
+    model = peft.get_peft_model(loaded(base), peft.LoraConfig(r=2, **ON))
+    model.add_adapter("other", peft.LoraConfig(r=2, **ON))
+    check_adapters(model)
+    model.set_adapter("other")
+    with pytest.raises(ValueError, match="the adapter 'other' .*call it 'default'"):
+        check_adapters(model)
+
+
+def test_an_adapter_that_transformers_adds_is_one(base: Path, tmp_path: Path) -> None:
+    model = loaded(base)
+    model.add_adapter(peft.LoraConfig(r=2, **ON))
+    check_adapters(model)
+    assert check_start(model, declared_public=False)[0] == NEW_PARTS
+    model.save_pretrained(tmp_path)
+    with open_weights(tmp_path) as files:
+        assert files and files.keys() < saved_tensors(model).keys()
 
 
 def test_a_model_made_from_a_configuration_that_names_a_base(base: Path) -> None:
