@@ -122,6 +122,7 @@ _UNUSED = {
     "not run DistributedDataParallel",
     "hub_always_push hub_strategy": "nothing is pushed before training ends, and then files of an allow "
     "list alone",
+    "include_num_input_tokens_seen": "Trainer sees no tokens of a step's batches, and logs 0",
     "sortish_sampler": "transformers does not read it either",
 }
 _REFUSED = {
@@ -165,10 +166,6 @@ _BY_METHOD = {
         ),
         Use(UNUSED, "there is no backward pass", ZEROTH_ORDER),
         Use(UNUSED, "steps run in eval mode, where models do not checkpoint"),
-    ),
-    "include_num_input_tokens_seen": (
-        Use(REFUSED, "would count the tokens of private batches: leave it at 'no'.", PRIVATE),
-        Use(UNUSED, "Trainer cannot count what a step's several forward passes take"),
     ),
     "debug": (
         Use(

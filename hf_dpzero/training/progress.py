@@ -187,15 +187,17 @@ def finished(run: Run) -> Iterator[None]:
             "adds up both budgets."
         )
 
-    def other(record: logging.LogRecord) -> bool:
-        return "single sample in your epoch_iterator" not in record.getMessage()
+    warning = hf_trainer.logger.warning
 
-    theirs = logging.getLogger(hf_trainer.__name__)
-    theirs.addFilter(other)
+    def other(message: str, *args: Any, **settings: Any) -> None:
+        if "single sample in your epoch_iterator" not in message:
+            warning(message, *args, **settings)
+
+    vars(hf_trainer.logger)["warning"] = other
     try:
         yield
     finally:
-        theirs.removeFilter(other)
+        vars(hf_trainer.logger)["warning"] = warning
 
 
 class RunCallback(TrainerCallback):

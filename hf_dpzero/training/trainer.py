@@ -47,7 +47,7 @@ from hf_dpzero.run_folder.folder import (
 )
 from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.defaults import copied, decide_rate, resolve
+from hf_dpzero.settings.defaults import CLASSIC, copied, decide_rate, resolve
 from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import progress, termination
 from hf_dpzero.training.inputs import by_name, load_inputs
@@ -164,7 +164,8 @@ class DPZeroMixin(PublishingTrainer):
             self.shards, self.is_fsdp_enabled = True, False
         self.refuse_private(self.eval_dataset)
         self.per_example_loss = own_loss
-        overrides.refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
+        if given is not None:
+            overrides.refuse_overrides(self, self.per_example_loss, self.trajectory is not None)
         overrides.warn_of_unused(self, self.per_example_loss)
         seed = args.testing.insecure_noise_seed
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
@@ -407,8 +408,12 @@ class DPZeroMixin(PublishingTrainer):
         """
         if self.optimizer is not None:
             return self.optimizer
-        if self.train_dataset is None:  # there is no run to make it for
-            return super().create_optimizer(model)
+        if self.train_dataset is None:  # there is no run to make it for, or to choose a rate for
+            rate = self.args.learning_rate
+            self.args.learning_rate = CLASSIC["learning_rate"] if rate is None else rate
+            self.optimizer = super().create_optimizer(model)
+            self.args.learning_rate = rate
+            return self.optimizer
         run = self.run
         if self._keys is None:
             trained = [p for p in self.model.parameters() if p.requires_grad]

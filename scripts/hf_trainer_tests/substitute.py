@@ -62,6 +62,7 @@ class Arguments(_Batch, DPZeroConfig):
 
     method: str = "dpzero" if PRIVATE else "mezo"
     target_epsilon: float | None = EPSILON if PRIVATE else None
+    rows_are: str | None = "examples" if PRIVATE else None  # some fill all that the model takes
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Seq2SeqArguments(_Batch, DPZeroSeq2SeqConfig):
 
     method: str = "dpzero" if PRIVATE else "mezo"
     target_epsilon: float | None = EPSILON if PRIVATE else None
+    rows_are: str | None = "examples" if PRIVATE else None
 
 
 INSTEAD = {
