@@ -33,7 +33,7 @@ from hf_dpzero import DPZeroConfig, DPZeroSeq2SeqConfig, DPZeroSeq2SeqTrainer, D
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "outside_scripts.md"
 HEAD = "| script | in its three-line form |"
 HERE = {
-    **{"target_epsilon": 8.0, "max_steps": 2, "num_directions": 2, "use_cpu": True, "fp16": False},
+    **{"target_epsilon": 8.0, "max_steps": 2, "num_directions": 2, "use_cpu": True},
     **{"disable_tqdm": True, "report_to": "none", "push_to_hub": False, "logging_steps": 1},
 }
 """The budget, and what is cut or depends on the machine, in place of what a script says."""
@@ -401,9 +401,10 @@ SCRIPTS = (
     ),
     Outside(
         "sagemaker/09_image_classification_vision_transformer", head("image-vit"), tensors("image"),
-        {**ACCURACY, "num_train_epochs": 3, "per_device_train_batch_size": 10,
-         "per_device_eval_batch_size": 4, "warmup_steps": 500, "weight_decay": 0.01,
-         "eval_strategy": "epoch", "learning_rate": 2e-5}, "features",
+        {"num_train_epochs": 3, "per_device_train_batch_size": 10, "per_device_eval_batch_size": 4,
+         "warmup_steps": 500, "weight_decay": 0.01, "eval_strategy": "epoch", "learning_rate": 2e-5,
+         "load_best_model_at_end": True, "metric_for_best_model": "accuracy"}, "features",
+        refused="load_best_model_at_end requires the save and eval strategy to match",
     ),
     Outside(
         "peft/dna_language_models/dna_lm", lambda _: seeded(HeadOnEncoder, 7), lists("classes"),
