@@ -45,6 +45,12 @@ def padded(rows):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def mean_of_rows(outputs, labels, num_items_in_batch=None):
+    """A script's compute_loss_func, which is asked for one row at a time."""
+    assert num_items_in_batch is None
+    return torch.nn.functional.cross_entropy(outputs.logits, labels)
+
+
 def half() -> torch.nn.Module:
     return tiny_model().to(torch.bfloat16)
 
@@ -58,6 +64,7 @@ _GROUPS = {
 }
 _FIXED = {**_GROUPS, "sampling": "fixed_batches"}
 _TEXTS = {"data": texts(), "collator": padded, "microbatch_size": 4}
+_OWN_LOSS = {**_TEXTS, "trainer_settings": {"compute_loss_func": mean_of_rows}}
 _WHOLE = {"performance.perturbation_strategy": "whole_model"}
 _DIRECTIONS = {"num_directions": 4, "performance.direction_parallel_size": 2, **_WHOLE}
 
@@ -70,6 +77,7 @@ SAME = {
     "fixed-batches": {**_TEXTS, "sampling": "fixed_batches", "schedules.smoothing": "linear(0.5)"},
     "averaged": {**_TEXTS, "clipping": "averaged", "clipping_config.groups": 3},
     "dpgd": {**_TEXTS, "method": "dpgd-0th"},
+    "own-loss": _OWN_LOSS,
     "directions-half": {
         **_TEXTS, **_DIRECTIONS, "model": half, "num_directions": 3,
         "performance.perturbation_strategy": "auto",
@@ -81,6 +89,7 @@ SAME = {
 """Ledgers and weights have the same bits whatever the number of processes."""
 
 CLOSE = {
+    "dp-sgd-own-loss": {**_OWN_LOSS, "method": "dp-sgd", "clip": 0.5, "learning_rate": 0.1},
     "dp-sgd": {"microbatch_size": 4, "method": "dp-sgd", "clip": 0.5, "learning_rate": 0.1},
     "dp-sgd-averaged": {
         "method": "dp-sgd", "clipping": "averaged", "clipping_config.groups": 3, "clip": 0.5,

@@ -39,6 +39,10 @@ _LOSS = (
 )
 
 _LIBRARIES = ("accelerate", "builtins", "datasets", "hf_dpzero", "peft", "torch", "transformers")
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
+    *("reduce", "reduce_scatter_tensor", "all_to_all", "barrier"),
+)
 _LARGE = 1000  # entries of a container that are not looked at one by one
 
 
@@ -192,37 +196,39 @@ def loss_by_row(trainer: Trainer) -> OneRowLoss | None:
 
 @contextlib.contextmanager
 def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
-    """Refuses, inside, what would publish a row's numbers or wait for those of other processes."""
+    """Refuses, inside, what would publish a row's numbers or add those of other processes to them."""
 
     def refuse(*_: object, **__: object) -> None:
         raise ValueError(
-            f"{name} logs what it computes of a private row, or waits for other processes, which have "
-            "other rows: leave that out."
+            f"{name} logs what it computes of a private row, or exchanges it with other processes, "
+            "which have other rows: leave that out."
         )
 
-    hidden = [(trainer.accelerator, call) for call in ("gather", "gather_for_metrics", "reduce")]
+    hidden: list[tuple[Any, str, Any]] = [(trainer, "is_in_train", True)]
+    hidden += [(torch.distributed, call, refuse) for call in _COLLECTIVES]
     if not trainer.args.not_private:  # type: ignore[attr-defined]
-        hidden += [(trainer, "log"), (trainer.accelerator, "log")]
-    before = [vars(owner).get(call) for owner, call in hidden]
-    for owner, call in hidden:
-        setattr(owner, call, refuse)
+        hidden += [(trainer, "log", refuse), (trainer.accelerator, "log", refuse)]
+    before = [vars(owner).get(call) for owner, call, _ in hidden]
+    for entry in hidden:
+        setattr(*entry)
     try:
         yield
     finally:
-        for (owner, call), own in zip(hidden, before, strict=True):
+        for (owner, call, _), own in zip(hidden, before, strict=True):
             delattr(owner, call) if own is None else setattr(owner, call, own)
 
 
 def kept_by(objective: PerExampleLoss) -> dict[str, object]:
     """What a script's loss may keep of the rows that it saw, by name: to be compared.
 
-    Looked at: attributes of the trainer, variables that its functions read, and what is in them.
+    Looked at: attributes of the trainer and its state, variables that its functions read, and what is
+    in them.
 
     Args:
       objective: of `loss_by_row`; of others nothing is looked at.
     """
     holder = getattr(objective, "holder", None)
-    kept = dict(vars(holder)) if holder else {}
+    kept = {**vars(holder), **vars(holder.state)} if holder else {}
     own = [p for p in type(holder).__mro__ if p.__module__.partition(".")[0] not in _LIBRARIES]
     functions = [*kept.values(), *(f for parent in own for f in vars(parent).values())]
     for function in filter(inspect.isfunction, functions):

@@ -66,7 +66,8 @@ class Mine(DPZeroTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         assert num_items_in_batch is None or not self.is_in_train
-        return self.of_row(losses_of(model, inputs).mean(), model, num_items_in_batch)
+        loss = self.accelerator.gather(losses_of(model, inputs)).mean()  # of one process: itself
+        return self.of_row(loss, model, num_items_in_batch)
 
     def of_row(self, loss, model, items):
         return 2 * loss
@@ -137,8 +138,15 @@ class Refused:
         return loss
 
     @staticmethod
-    def waits_for_other_processes(self, loss, model, items):
-        return self.accelerator.gather(loss).mean()
+    def wrote_to_log_history(self, loss, model, items):
+        if self.is_in_train:  # as it is asked before training too
+            self.state.log_history.append({"my_loss": float(loss)})
+        return loss
+
+    @staticmethod
+    def exchanges_it_with_other_processes(self, loss, model, items):
+        torch.distributed.all_reduce(loss)  # a mean of several processes' rows
+        return loss
 
     @staticmethod
     def compute_loss_returned_NoneType_for_one_row(self, loss, model, items):
