@@ -78,7 +78,7 @@ def run_init(arguments: Init) -> None:
     print(f"{columns}; n = {len(rows):,}")
     print(f"written: {', '.join(map(str, files))}")
     if public is None:
-        print("next: public rows to evaluate on, in the file that it names (validation_file)")
+        print(f"next: write public rows to evaluate on into {starter.public_file}")
     print(f"then: {'python' if arguments.script else 'hf-dpzero train'} {target}")
 
 

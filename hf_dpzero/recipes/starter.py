@@ -178,7 +178,8 @@ class Starter:
         return self.columns.kind == "classification" and self.model in (None, ENCODER)
 
     @property
-    def _public(self) -> str:
+    def public_file(self) -> str:
+        """Public rows: `validation_file`, or where they are to be written."""
         return self.validation_file or f"public{Path(self.train_file).suffix}"
 
     def _privacy(self, most: int) -> dict[str, Setting]:
@@ -224,7 +225,7 @@ class Starter:
             # Unit vectors make small logits: without a scale no direction moves a loss by much.
             model |= {"logit_scale": 10.0, "precompute_features": True, "trainable": "^classifier"}
         rows: dict[str, Setting] = {"task": "text_classification" if classes else task_file}
-        rows |= {"train_file": self.train_file, "validation_file": self._public}
+        rows |= {"train_file": self.train_file, "validation_file": self.public_file}
         if classes:
             rows |= dict(zip(("text_column", "text_pair_column"), texts, strict=False))
             rows |= {"label_column": self.columns.label, "max_seq_length": 128}
@@ -280,7 +281,7 @@ class Starter:
         return _filled(
             ("head.py" if head else "classification.py") if classes else "chats.py",
             train=json.dumps(self.train_file),
-            public=json.dumps(self._public),
+            public=json.dumps(self.public_file),
             model=json.dumps(self.model or CHAT),
             kind=json.dumps(readers.get(suffix.lower(), "json")),
             tabs=', sep="\\t"' if suffix == ".tsv" else "",

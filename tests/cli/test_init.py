@@ -88,7 +88,8 @@ def test_a_starter_recipe_loads_and_says_n(suffix, capsys):
 
 
 def test_a_starter_is_planned_before_there_are_public_rows(capsys):
-    init(capsys, "--train_file", write("mine.csv", "text", 24))
+    said = init(capsys, "--train_file", write("mine.csv", "text", 24))
+    assert "next: write public rows to evaluate on into public.csv" in said
     planned = plan(capsys)
     assert planned["num_examples"] == 24 and "not there yet" in planned["num_examples_from"]
     unset = plan(capsys, "--validation_file", "null", "--max_train_samples", "20")
