@@ -27,6 +27,7 @@ from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     EXAMPLE,
     NOT_COMPARED,
+    WEAK,
     Tuning,
     base_words,
     caveats,
@@ -40,7 +41,6 @@ from hf_dpzero.reporting.wording import (
     set_aside_words,
     statement,
     tuning_words,
-    weak_claims,
     why_not_private,
 )
 
@@ -391,7 +391,6 @@ class PrivacyReport:
         shipped = (
             "" if self.shipped_step is None else f"; the weights are of step {self.shipped_step}"
         )
-        weak = weak_claims(asdict(self)) if self.private else {}
         return [
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", mechanism),
@@ -406,7 +405,7 @@ class PrivacyReport:
             *([("processes", f"{self.processes} at the start")] if self.processes else []),
             ("tuning", tuning_words(self.tuning)),
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
-            *([("says little", "; ".join(weak))] if weak else []),
+            *(("says little", s.removeprefix(WEAK)) for s in self.caveats if s.startswith(WEAK)),
             *([("set aside", set_aside_words(self.set_aside))] if self.set_aside else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
         ]

@@ -323,46 +323,28 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
         for part in earlier
         if part["steps"] < part["planned_steps"]
     ]
-    weak = weak_claims(facts).values() if facts["private"] else ()
+    weak = weak_claims(plan, facts["epsilon"], facts["delta"]) if facts["private"] else ()
     return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own, *weak]
 
 
-def weak_claims(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Says in few words, and in a sentence, why a claim that holds says little; {} of others.
-
-    Args:
-      facts: of a private run's report: epsilon, delta, num_examples, sampling_probability,
-        planned_steps, and parts, which a run that extends none has not.
-    """
-    epsilon, delta, n = facts["epsilon"], facts["delta"], facts["num_examples"]
-    found, part = {}, facts["sampling_probability"] * facts["planned_steps"]
-    if epsilon > LARGE_EPSILON:
-        found[f"epsilon above {LARGE_EPSILON}"] = (
-            f"epsilon = {round_up(epsilon)} is above {LARGE_EPSILON}: one example may change the "
-            "odds of an outcome by a factor of e^epsilon, 4.8e8 and more, which rules out little."
-        )
-    if delta * n >= 1:
-        found["delta not below 1/n"] = (
-            f"delta = {delta_words(delta)} is not below 1/n = {number(1 / n)}: the definition then "
-            "allows a mechanism that publishes a random example. Choose delta well below 1/n."
-        )
-    if part < delta and not facts["parts"]:
-        found["q T below delta"] = (
-            f"q T = {number(part)} is below delta = {delta_words(delta)}: an example takes part in the "
-            "run with no larger probability, so that a run without any noise would satisfy the "
-            "definition too."
-        )
-    if n < FEW:
-        found[f"n below {FEW}"] = (
-            f"n = {n} is below {FEW}: noise that hides one of so few examples hides what they have in "
-            "common too."
-        )
-    return found
+def weak_claims(plan: PrivacyPlan, epsilon: float, delta: float) -> list[str]:
+    """Says why a claim that holds of a private plan says little; nothing where it says something."""
+    n, part = plan.sampler.num_examples, plan.sampler.sampling_probability * plan.steps
+    reasons = (
+        (epsilon > 20, f"epsilon = {round_up(epsilon)} is above 20: one example may change the odds of "
+         "an outcome by a factor of 4.8e8 and more."),
+        (delta * n >= 1, f"delta = {delta_words(delta)} is not below 1/n = {number(1 / n)}: a mechanism "
+         "that publishes a random example satisfies that too."),
+        (part < delta and not plan.after, f"q T = {number(part)} is below delta = {delta_words(delta)}: "
+         "a run without noise, which takes an example with no larger probability, satisfies it too."),
+        (n < 100, f"n = {n} is below 100: noise that hides one of so few examples hides what they have "
+         "in common too."),
+    )  # fmt: skip
+    return [WEAK + text for holds, text in reasons if holds]
 
 
-LARGE_EPSILON, FEW = 20, 100
-"""Above this epsilon, and below this many examples, a claim says little."""
-
+WEAK = "The claim says little: "
+"""What a sentence of `weak_claims` begins with."""
 
 _CHAIN_CAVEAT = (
     "The epsilon is of this run and of those that it extends together, taken to be on the same rows. "

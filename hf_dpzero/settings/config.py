@@ -32,10 +32,6 @@ FINEST_SMOOTHING = 1e-6
 """Below it, rounding in float32 is a large part of a finite difference."""
 
 
-LARGEST_CHANGE = 20.0
-"""Of a loss along a perturbation: more is no bound at all."""
-
-
 @dataclass
 class DPZeroConfig(OwnFields, TrainingArguments):
     """Arguments of `DPZeroTrainer`: everything `TrainingArguments` has, and the fields listed here.
@@ -216,8 +212,8 @@ class DPZeroConfig(OwnFields, TrainingArguments):
                 f"{6e-8 / self.smoothing:.2g}, and weights near 1 may not move at all. Use at least "
                 "1e-5."
             )
-        change = 2 * self.clip * self.smoothing
-        if change > LARGEST_CHANGE and not self.first_order and not self.not_private:
+        change = 2 * self.clip * self.smoothing  # beyond 20 it is no bound on a loss at all
+        if change > 20 and not self.first_order and not self.not_private:
             logger.warning(
                 f"clip={self.clip:g} clips no example whose loss changes by less than {change:.3g} "
                 f"between the two ends of a perturbation (2 clip smoothing), and "

@@ -49,17 +49,9 @@ def plan_of(config: DPZeroConfig, num_examples: int, dimension: int | None = Non
         fixed.pop("distribution", None)
         plan = _calibrated(config, num_examples, fixed)
     check_steps(plan)
-    if plan.private:
-        facts = {
-            "epsilon": config.target_epsilon or 0.0,  # of noise that is given the report tells
-            "delta": config.delta(num_examples),
-            "num_examples": num_examples,
-            "sampling_probability": plan.sampler.sampling_probability,
-            "planned_steps": plan.steps,
-            "parts": plan.after,
-        }
-        for sentence in weak_claims(facts).values():
-            logger.warning_once(sentence)
+    target = config.target_epsilon or 0.0  # where noise is given the report tells
+    for claim in weak_claims(plan, target, config.delta(num_examples)) if plan.private else ():
+        logger.warning_once(claim)
     return plan
 
 

@@ -241,25 +241,26 @@ def test_own_caveats_of_a_method_and_of_a_large_delta() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("epsilon", "delta", "n", "steps", "words"),
     [
-        ({"epsilon": 20.1}, "epsilon above 20"),
-        ({"delta": 0.001}, "delta not below 1/n"),  # n = 1000
-        ({"sampling_probability": 1e-8}, "q T below delta"),
-        ({"num_examples": 99}, "n below 100"),
-        ({}, ""),
-        ({"sampling_probability": 1e-8, "parts": [{}]}, ""),  # earlier runs may have drawn it
+        (20.5, 1e-5, 1000, 100, "epsilon = 20.5 is above 20"),
+        (20.0, 0.001, 1000, 100, "delta = 0.001 is not below 1/n = 0.001"),
+        (20.0, 0.0011, 100, 0.01, "q T = 0.001 is below delta"),
+        (20.0, 1e-5, 99, 100, "n = 99 is below 100"),
+        (20.0, 1e-5, 100, 100, ""),
     ],
 )
-def test_a_claim_that_says_little_says_so(changed, words):
-    usual = {"epsilon": 20.0, "delta": 1e-5, "num_examples": 1000, "sampling_probability": 0.01,
-             "planned_steps": 100, "parts": []}  # fmt: skip
-    assert list(weak_claims({**usual, **changed})) == ([words] if words else [])
+def test_a_claim_that_says_little_says_so(epsilon, delta, n, steps, words):
+    """q = 10 / n."""
+    sampler = PoissonSampler(num_examples=n, expected_batch_size=10)
+    plan = SimpleNamespace(sampler=sampler, steps=steps, after=())
+    found = weak_claims(plan, epsilon, delta)
+    assert len(found) == bool(words) and all(words in text for text in found)
 
 
 def test_a_weak_claim_stands_on_screen_and_among_the_caveats():
     found = report(full_batch_plan(), delta=0.02)
-    assert "  says little delta not below 1/n" in str(found)
+    assert "  says little delta = 0.02 is not below 1/n = 0.01: " in str(found)
     assert "says little" not in str(report())
 
 
