@@ -138,7 +138,7 @@ def save_checkpoint(run: Run, state: TrainerState, write: Callable[[str], None])
             "released numbers can resume without), then resume_from_checkpoint=True."
         ) from error
     if saves:
-        _remove_older(run.args.save_total_limit, state, Path(folder), place)
+        remove_older(run.args.save_total_limit, state, Path(folder), place)
         shutil.rmtree(draft.parent, ignore_errors=True)
 
 
@@ -151,22 +151,24 @@ def _flush(draft: Path) -> None:
         flush_folder(Path(folder))
 
 
-def _remove_older(limit: int | None, state: TrainerState, run: Path, newest: Path) -> None:
+def remove_older(limit: int | None, state: TrainerState, run: Path, newest: Path) -> None:
     """As Trainer's rotation, but one is gone at once; those of a later step are an earlier attempt's."""
     if limit is None or limit <= 0:
         return
     kept = {
-        newest,
-        Path(state.best_model_checkpoint or newest),
-    }  # Trainer loads the best at the end
+        newest.name,
+        Path(state.best_model_checkpoint or newest).name,
+    }  # the best is loaded last
     found = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
     found.sort(key=lambda path: (step_of(path) <= step_of(newest), step_of(path)))
-    spare = [path for path in found if path not in kept]
+    spare = [path for path in found if path.name not in kept]
     for path in spare[: max(0, len(found) - max(limit, len(kept)))]:
         # Renamed first: a crash in the middle of removing leaves no half checkpoint to resume from.
-        gone = newest.parent / UNFINISHED / path.name
+        gone = run / UNFINISHED / path.name
         shutil.rmtree(gone, ignore_errors=True)
+        gone.parent.mkdir(exist_ok=True)
         path.rename(gone)
+    shutil.rmtree(run / UNFINISHED, ignore_errors=True)
 
 
 def save_state(

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers import trainer as hf_trainer
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_dpzero.parallel.mesh import process_words
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -215,7 +215,10 @@ class RunCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Says what runs, once, on rank 0."""
+        """Says what runs, once, on rank 0; finds the best checkpoint in a folder that was moved."""
+        best = self.run.output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if state.best_model_checkpoint is None and best.is_dir():
+            state.best_model_checkpoint = str(best)
         self._first_epoch = state.global_step // self.run.plan.sampler.steps_per_epoch
         if state.global_step == 0:  # later the checkpoint's optimizer has the rate
             follow_scheduler(self.scale, **kwargs)

@@ -363,6 +363,9 @@ class PublishingTrainer(Trainer):
             self._load_from_checkpoint(best)
         step = checkpoints.step_of(Path(best))
         ledger.shipped_step = step if step < ledger.next_step else None
+        if self.args.save_total_limit == 1 and self.args.should_save:
+            # Trainer would remove them file by file.
+            checkpoints.remove_older(1, self.state, self.output_dir, Path(best))
 
     def _maybe_log_save_evaluate(self, *given: Any, **named: Any) -> None:
         evaluates, control = self.control.should_evaluate, self.control

@@ -133,6 +133,14 @@ def test_a_report_of_another_step_than_the_trajectory_says_is_refused(tmp_path: 
         report_of(tmp_path)
 
 
+def test_a_finished_run_that_was_moved_finds_its_best_step(tmp_path: Path) -> None:
+    build_best(tmp_path / "out").train()
+    (tmp_path / "out").rename(tmp_path / "moved")
+    resumed = build_best(tmp_path / "moved")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.privacy_report().shipped_step == 4
+
+
 @pytest.mark.parametrize("method", [{}, {"method": "dp-adamw", "clip": 0.5}])
 def test_a_run_that_was_killed_near_its_end_ships_the_same_step(
     tmp_path: Path, method: dict[str, Any]
