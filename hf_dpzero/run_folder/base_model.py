@@ -282,11 +282,12 @@ def _without_adapters(model: nn.Module, name: str, own: Tensor, tensor: Tensor) 
     The model then computes what its base does, up to the rounding of the subtraction.
     """
     layer, own = model.get_submodule(name.rpartition(".base_layer.")[0]), whole(own).detach().cpu()
-    left, rounding = tensor.to(own.dtype).float(), _ROUNDING * float(tensor.abs().max())
+    saved, rounding = tensor.to(own.dtype).float(), _ROUNDING * float(tensor.abs().max())
+    left = saved
     for added, error in (_added(layer, *adapter) for adapter in _adapters_on(layer)):
         left, rounding = left - added, rounding + error
     low, high = (left - rounding).to(own.dtype), (left + rounding).to(own.dtype)
-    return bool(((low <= own) & (own <= high)).all()) and not torch.equal(left, tensor.float())
+    return not torch.equal(left, saved) and bool(((low <= own) & (own <= high)).all())
 
 
 @torch.no_grad()
@@ -301,8 +302,8 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
       model: any; parts such as an encoder may name their own base.
 
     Returns:
-      None if nothing could be compared: no name, not on this machine, no safetensors, other names, or
-      quantised weights.
+      None if nothing could be compared: no name, not on this machine, no safetensors, other names,
+      quantised weights, or a model that was made anew and has the name from its configuration.
     """
     named = dict(model.named_parameters())
     if any(quantised_kind(parameter) is not None for parameter in named.values()):
@@ -330,13 +331,12 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
             if name in named and parameter.dim() > 1:
                 related.add(as_saved or any(_related(parameter, tensor) for tensor in tensors))
             if not as_saved:
-                adapted = ".base_layer." in name and parameter.dim() > 1
-                without = adapted and any(
-                    _without_adapters(model, name, parameter, t) for t in tensors
-                )
-                (residual if without else differing).append(name)
-    # Where every parameter is fresh the names have nothing in common: nothing was compared. Nor was it
-    # where no matrix has: the model was made from the configuration alone, which keeps the name.
+                whole_ones = [t for t in tensors if t.dim() > 1 and t.shape == parameter.shape]
+                adapted = ".base_layer." in name
+                without = (_without_adapters(model, name, parameter, t) for t in whole_ones)
+                (residual if adapted and any(without) else differing).append(name)
+    # Where every parameter is fresh the names have nothing in common, or where no matrix is related
+    # the values: nothing was compared.
     unknown = len(fresh) == len(named) or related == {False}
     return None if unknown else Comparison(differing, fresh, residual)
 

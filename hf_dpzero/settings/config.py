@@ -93,10 +93,8 @@ class DPZeroConfig(OwnFields, TrainingArguments):
           ValueError: a Trainer without `DPZeroMixin` asks, which knows no privacy.
         """
         frames = (entry.frame for entry in inspect.stack(0))
-        asking = (
-            f.f_locals for f in frames if f.f_globals.get("__name__") == "transformers.trainer"
-        )
-        if any(not hasattr(told["self"], "privacy_report") for told in asking if "self" in told):
+        of = (f.f_locals for f in frames if f.f_globals.get("__name__") == "transformers.trainer")
+        if any(not hasattr(told["self"], "privacy_report") for told in of if "self" in told):
             raise ValueError(
                 f"a {type(self).__name__} was given to a Trainer that would train without privacy: "
                 "make a DPZeroTrainer, or put DPZeroMixin first among the parents of your own."

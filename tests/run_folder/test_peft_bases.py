@@ -104,6 +104,15 @@ def test_an_adapter_that_was_trained_a_little_is_noticed(base: Path, kind: str, 
         check_start(model, declared_public=False)
 
 
+def test_trained_embeddings_under_an_adapter_are_noticed_after_a_resize(base: Path) -> None:
+    model = loaded(base)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] += 1.0
+    model.resize_token_embeddings(51)
+    with pytest.raises(ValueError, match="embed_tokens.*the model was changed after"):
+        check_start(peft.get_peft_model(model, peft.LoraConfig(r=2, **BOTH)), declared_public=False)
+
+
 def test_what_cannot_be_told_from_training_is_named(base: Path) -> None:
     config = peft.LoraConfig(r=2, **{**ON, "init_lora_weights": False})
     with pytest.raises(
