@@ -160,7 +160,7 @@ class Side:
         if config.sampling == "full_batch":
             return 1.0
         assert config.expected_batch_size is not None  # a made configuration has one
-        return float(config.expected_batch_size) / self.num_examples
+        return min(1.0, float(config.expected_batch_size) / self.num_examples)
 
     def own_contract(self) -> dict[str, Any]:
         """Returns the contract as this side's recipe describes it.

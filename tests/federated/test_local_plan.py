@@ -7,6 +7,8 @@ import dataclasses
 import math
 import operator
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tiny_runs import config
 
 from hf_dpzero.federated.plan import LocalPlan, PlanError, local_plan
 from hf_dpzero.federated.run import ServerRun, chosen_rate, learning_rates
+from hf_dpzero.federated.setup import Side
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -176,3 +179,14 @@ def test_a_given_rate_counts_and_no_noise_leaves_the_default(tmp_path):
     assert learning_rates(given) == [0.25] * 3
     given.learning_rate = None
     assert learning_rates(given) == [5e-5] * 3
+
+
+@pytest.mark.parametrize(("rows", "probability"), [(5, 1.0), (12, 1.0), (48, 0.25)])
+def test_a_batch_above_the_rows_is_all_of_them(tmp_path, rows, probability):
+    """A probability above 1 would be none; the plan of one client is that of full participation."""
+    own = config(tmp_path, expected_batch_size=12)
+    settings = SimpleNamespace(sampling_probability=None, participation="sampled")
+    side: Any = SimpleNamespace(
+        settings=settings, recipe=SimpleNamespace(training=own), num_examples=rows
+    )
+    assert Side.probability(side) == probability == own.plan(rows).sampler.sampling_probability
