@@ -392,14 +392,15 @@ def _changed(config: DPZeroConfig) -> Iterator[tuple[str, Any]]:
 
 def _set_by_itself(name: str, value: Any, config: DPZeroConfig) -> bool:
     """Whether a value was made use of, or a configuration made from an existing one has it anyhow."""
-    # TrainingArguments itself unpins memory under use_cpu, makes an AcceleratorConfig of None, and
-    # takes False for "no".
+    # TrainingArguments itself unpins memory under use_cpu, makes an AcceleratorConfig of None, takes
+    # False for "no" and, in older releases, fills fsdp_config without fsdp.
     return (
         (name == "optim" and value == "sgd" and config.method in SGD)
         or (name == "per_device_train_batch_size" and config.accumulated_rows > 0)
         or (name == "dataloader_pin_memory" and config.use_cpu)
         or (name == "accelerator_config" and value == AcceleratorConfig())
         or (name == "include_num_input_tokens_seen" and value is False)
+        or (name == "fsdp_config" and isinstance(value, dict) and not any(value.values()))
     )
 
 
