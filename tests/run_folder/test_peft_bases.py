@@ -197,8 +197,12 @@ def test_a_layer_that_shares_the_heads_weights_is_refused_before_it_cannot_be_sa
 def test_biases_of_4_bit_layers_are_cast_before_the_run() -> None:
     """bitsandbytes casts them in its first forward, which was taken for a trace of private rows."""
     layers = pytest.importorskip("bitsandbytes").nn
-    layer = layers.Linear4bit(64, 64, compute_dtype=torch.bfloat16).to("cpu").eval()
+    layer = (
+        layers.Linear4bit(64, 64, compute_dtype=torch.bfloat16, quant_type="nf4").to("cpu").eval()
+    )
     assert layer.bias.dtype == torch.float32
+    if not hasattr(layer, "support_avx512bf16_for_cpu"):
+        pytest.skip("older releases of bitsandbytes cast biases to the dtype of what comes in")
     keep_layout_(layer)
     before = layer.bias.data.clone()
     layer(torch.ones(1, 64))
