@@ -232,8 +232,9 @@ def kept_by(objective: PerExampleLoss) -> dict[str, object]:
     own = [p for p in type(holder).__mro__ if p.__module__.partition(".")[0] not in _LIBRARIES]
     functions = [*kept.values(), *(f for parent in own for f in vars(parent).values())]
     for function in filter(inspect.isfunction, functions):
-        read = inspect.getclosurevars(function)
-        kept |= {**read.globals, **read.nonlocals}
+        with contextlib.suppress(ValueError):  # a variable that is not set yet
+            read = inspect.getclosurevars(function)
+            kept |= {**read.globals, **read.nonlocals}
     return {name: _content(value) for name, value in kept.items()}
 
 
@@ -242,8 +243,10 @@ def _content(value: Any, depth: int = 3) -> object:
     package = type(value).__module__.partition(".")[0]
     if isinstance(value, bool | int | float | str | bytes | np.generic):
         return repr(value)
-    if isinstance(value, Tensor | np.ndarray):
-        return digest_tensors([("", torch.as_tensor(value).detach())])
+    if isinstance(value, np.ndarray):
+        return hash(value.tobytes())
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        return digest_tensors([("", value.detach())])
     if isinstance(value, Mapping | list | tuple | set | deque) and depth:
         if len(value) > _LARGE:
             return id(value), len(value)
