@@ -26,7 +26,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.perturbation.sharding import address, own_class, whole
-from hf_dpzero.perturbation.trainable import quantised_kind
+from hf_dpzero.perturbation.trainable import is_trained, quantised_kind
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.reporting.weights import (
@@ -349,21 +349,22 @@ def _related(parameter: Tensor, tensor: Tensor) -> bool:
     return bool((own @ saved).abs() > least * own.norm() * saved.norm())
 
 
-def are_fresh(model: nn.Module, names: Collection[str]) -> bool:
-    """Whether the checkpoints that a model names are here, and have none of these parameters.
+def are_fresh(model: nn.Module, pattern: str | None) -> bool:
+    """Whether the checkpoints that a model names are here, and have no parameter that is trained.
 
     Args:
       model: any.
-      names: of its parameters; none are not fresh.
+      pattern: of `select_trainable`.
     """
-    named, renamed = dict(model.named_parameters()), names_on_disk(model)
+    trained = [(n, p) for n, p in model.named_parameters() if is_trained(n, p, pattern)]
+    renamed = names_on_disk(model)
     with _sources(model) as sources:
         found = (
-            tensor.shape == named[name].shape
-            for name in names
+            tensor.shape == parameter.shape
+            for name, parameter in trained
             for tensor in _candidates(renamed.get(plain_name(name), plain_name(name)), sources)
         )
-        return bool(names) and bool(sources) and not any(found)
+        return bool(trained) and bool(sources) and not any(found)
 
 
 @contextlib.contextmanager

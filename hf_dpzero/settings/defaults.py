@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from hf_dpzero.objectives.losses import base_model
+from hf_dpzero.perturbation.sharding import own_class
 from hf_dpzero.perturbation.trainable import is_prompt, is_trained
 from hf_dpzero.privacy.correlated.correlation import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -59,7 +61,10 @@ CLASSIC: dict[str, Any] = {
 """What stands for None where nothing is chosen: Hugging Face's rate, the paper's K = 1."""
 
 CHEAP, MANY = 1_000_000, 32
-"""With so few parameters from the first trainable one on, evaluations are cheap and K is 32."""
+"""K is 32 where a direction takes so many multiplications a row, and halves as often as they double."""
+
+POSITIONS = 128
+"""Tokens of a text, or frames of a sound, that layers below a pooled vector see."""
 
 FAR, LOST = 10.0, 50.0
 """A given rate that is off by more than `FAR` is spoken of; a script's that is too small by more than
@@ -139,22 +144,40 @@ def resolve(config: DPZeroConfig, model: nn.Module) -> DPZeroConfig:
 
 
 def directions_for(config: DPZeroConfig, model: nn.Module) -> int:
-    """Returns K as given; else `MANY` where few parameters follow the first trainable one, or 1."""
+    """Returns K as given; else by the cost of a direction, a power of 2 from 1 to `MANY`."""
     if config.num_directions is not None:
         return config.num_directions
-    return MANY if evaluated_again(model, config.trainable) <= CHEAP else 1
+    times = cost_of_direction(model, config.trainable) / CHEAP
+    return max(1, MANY >> math.ceil(math.log2(max(1.0, times))))
 
 
-def evaluated_again(model: nn.Module, pattern: str | None) -> int:
-    """Parameters from the first trainable one on, in the model's order: those that each direction runs.
+def cost_of_direction(model: nn.Module, pattern: str | None) -> int:
+    """Multiplications a row that each direction takes, by the model's structure alone.
 
-    What precedes them is run once a batch (`reuse_frozen_prefix`).
+    A parameter from the first trainable one on, in the model's order, takes one for each position that
+    it sees; tables are looked up. What precedes them is run once a batch (`reuse_frozen_prefix`).
     """
     named = list(model.named_parameters())
     trained = [i for i, (name, p) in enumerate(named) if is_trained(name, p, pattern)]
     prompted = any(is_prompt(named[i][0]) for i in trained)
     first = 0 if prompted else min(trained, default=0)
-    return sum(p.numel() for _, p in named[first:])
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    again = sum(p.numel() for _, p in named[first:] if id(p) not in tables)
+    positions = 1 if named and _is_pooled(model, named[first][1]) else POSITIONS
+    return again * positions
+
+
+def _is_pooled(model: nn.Module, first: nn.Parameter) -> bool:
+    """Whether from this parameter on a row is one vector, as in a head that classifies whole rows."""
+    base: Any = base_model(model)
+    kind, body = own_class(base).__name__, getattr(base, "base_model_prefix", None)
+    if body is None:  # no model of transformers
+        return True
+    sound = getattr(base, "main_input_name", "") in ("input_values", "input_features")
+    if "Classif" not in kind or "Token" in kind or sound:
+        return False
+    below = getattr(base, body, base).named_parameters()
+    return not any(p is first for name, p in below if "pooler" not in name)
 
 
 def steps_that_follow(chosen: Collection[str], clipping: str, steps: int) -> int:

@@ -234,8 +234,9 @@ class OwnFields:
         privacy="nothing: an example's K differences are clipped as one vector and released at once. "
         "Each direction then has a smaller part of C, and the same noise",
         time="2 K forward passes a step, of what follows the first trained parameter",
-        none="32 of dpzero without a given `clip`, where at most a million parameters follow the "
-        "first trained one; else 1",
+        none="32 of dpzero without a given `clip` where what follows the first trained parameter costs "
+        "at most a million multiplications a row (a head on a pooled vector), fewer where more, "
+        "1 for a whole model; else 1",
     )
     update_rule: str = setting(
         "sgd",

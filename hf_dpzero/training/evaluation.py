@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import datasets
 import numpy as np
+import torch
 from torch import Tensor, nn
-from transformers import EvalPrediction, TrainingArguments
+from transformers import EvalPrediction, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import Inputs, classification_losses
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.privacy.group_losses import metric_keys, places
@@ -137,6 +140,41 @@ def by_group(
         return whole | _named(parts)
 
     return measured
+
+
+def try_metrics(trainer: Trainer) -> None:
+    """Evaluates two batches without showing anything, for a mistake in a metric is to cost no budget.
+
+    What fails on so few rows alone (an area under a curve needs two classes) is tried on all of them.
+
+    Args:
+      trainer: with public evaluation rows; state, callbacks and random numbers stay as they are.
+
+    Raises:
+      Exception: what evaluation of all rows raises; nothing was released.
+    """
+    rows: Any = trainer.eval_dataset
+    rows = next(iter(rows.values()), None) if isinstance(rows, Mapping) else rows
+    known = hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
+    if trainer.compute_metrics is None or not known:
+        return
+    count = 2 * trainer.args.eval_batch_size * trainer.args.world_size
+    first = range(min(count, len(rows)))
+    subset: Callable[..., Any] = torch.utils.data.Subset
+    few = rows.select(first) if isinstance(rows, datasets.Dataset) else subset(rows, first)
+    shown, logged = trainer.callback_handler.callbacks, list(trainer.state.log_history)
+    trainer.callback_handler.callbacks = []
+    try:
+        with isolated_randomness():
+            try:
+                trainer.evaluate(few)
+            except Exception:
+                trainer.evaluate(rows)
+    except Exception:
+        logger.error("evaluation fails before step 0: no budget was spent.")
+        raise
+    finally:
+        trainer.callback_handler.callbacks, trainer.state.log_history = shown, logged
 
 
 def _unmatched(what: str) -> dict[str, float]:

@@ -29,7 +29,7 @@ from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss
 from hf_dpzero.parallel import collectives, fsdp
 from hf_dpzero.parallel.offload import settle_offloaded
-from hf_dpzero.perturbation.trainable import is_trained, num_trainable
+from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.plan_facts import BudgetMeter
@@ -49,7 +49,7 @@ from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import CLASSIC, copied, decide_rate, resolve
 from hf_dpzero.settings.row_groups import row_groups
-from hf_dpzero.training import progress, termination
+from hf_dpzero.training import evaluation, progress, termination
 from hf_dpzero.training.inputs import by_name, load_inputs
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
@@ -210,17 +210,11 @@ class DPZeroMixin(PublishingTrainer):
                 "another plan: make a new trainer, with another output_dir."
             )
         args.max_steps = plan.steps
-        rate = decide_rate(self.args, plan, self._moves_fresh_head)
+        fresh = functools.partial(are_fresh, self.model, self.args.trainable)
+        rate = decide_rate(self.args, plan, (lambda: False) if self.rates_are_final else fresh)
         args.learning_rate, delta = rate.value, args.delta(rows)
         self._decided = Decided(given, args, plan, delta, BudgetMeter(plan, delta), rate)
         return self._decided
-
-    def _moves_fresh_head(self) -> bool:
-        """Whether a script's rate is for parameters that the named base has not, and for no others."""
-        pattern = self.args.trainable
-        named = self.model.named_parameters()
-        trained = [name for name, p in named if is_trained(name, p, pattern)]
-        return not self.rates_are_final and are_fresh(self.model, trained)
 
     def _new_run(self) -> Run:
         """Returns a run of these arguments, rows and model, of which nothing was checked yet."""
@@ -321,6 +315,10 @@ class DPZeroMixin(PublishingTrainer):
             run.row_groups = row_groups(run.plan.groups, column, self.train_dataset)
         check_folder(run, resume, resumes=bool(resume_from_checkpoint))
         check_uploads(run.plan, self.callback_handler.callbacks)
+        if not (
+            resume_from_checkpoint or self.shards or run.plan.groups or self.args.eval_on_start
+        ):
+            evaluation.try_metrics(self)
         with run.resources:
             prepare(run)
             self._besides.check()

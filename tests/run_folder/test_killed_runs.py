@@ -340,7 +340,7 @@ def test_rows_that_became_fewer_are_refused(tmp_path: Path) -> None:
 def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path) -> None:
     settings = settings_of("dpzero", **{**CHECKPOINTS, "save_total_limit": 2, **EVALUATED})
     best = {"metric_for_best_model": "eval_x", "greater_is_better": True, "eval_steps": 1}
-    values = iter([0.1, 0.9, 0.2, 0.3])
+    values = iter([1.0, 0.1, 0.9, 0.2, 0.3])  # the first one is of the trial before step 0
     given = {"compute_metrics": lambda _: {"x": next(values)}}
     trainer = build(tmp_path, trainer_settings=given, **settings, **best)
     trainer.train()

@@ -9,15 +9,24 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from tiny_runs import build, config, tiny_data, tiny_model
-from transformers import BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    RobertaForTokenClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+)
 
 from hf_dpzero import DPZeroConfig
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.settings.defaults import (
     CLASSIC,
     NOISE_SHARE,
+    cost_of_direction,
     directions_for,
-    evaluated_again,
     learning_rate,
 )
 
@@ -65,18 +74,39 @@ def test_with_little_noise_curvature_bounds_the_rate(tmp_path):
 
 def test_directions_follow_from_what_each_of_them_runs(tmp_path):
     model = tiny_model()
-    sizes = [(name, p.numel()) for name, p in model.named_parameters()]
-    head = sum(size for name, size in sizes if name.startswith("classifier"))
-    assert evaluated_again(model, "classifier") == head
-    assert evaluated_again(model, None) == sum(size for _, size in sizes)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    head = sum(size for name, size in sizes.items() if name.startswith("classifier"))
+    tables = sum(size for name, size in sizes.items() if "_embeddings." in name)
+    assert cost_of_direction(model, "classifier") == head
+    assert cost_of_direction(model, None) == 128 * (sum(sizes.values()) - tables) < 1_000_000
     assert build(tmp_path, **GIVEN_NOTHING).run.args.num_directions == 32
-    wide = tiny_model(vocab_size=70_000)
+    wide = tiny_model(intermediate_size=4096)
     assert build(tmp_path, wide, **GIVEN_NOTHING).run.args.num_directions == 1
     head_alone = build(tmp_path, wide, trainable="classifier", **GIVEN_NOTHING)
     assert head_alone.run.args.num_directions == 32
     prefix = PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
     # PEFT lists a prefix behind the body, which runs again for each direction all the same.
     assert directions_for(config(tmp_path, **GIVEN_NOTHING), get_peft_model(wide, prefix)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "trainable", "expected"),
+    [
+        (RobertaForSequenceClassification, RobertaConfig(), "classifier", 32),  # 0.6 million
+        (RobertaForTokenClassification, RobertaConfig(), "classifier", 32),  # 1,538 on all tokens
+        (Wav2Vec2ForSequenceClassification, Wav2Vec2Config(), "projector|classifier", 1),
+        (BertForSequenceClassification, BertConfig(), "pooler|classifier", 32),
+        (BertForSequenceClassification, BertConfig(), "layer.11", 1),
+        (BertForMaskedLM, BertConfig(), "cls.predictions.transform", 1),
+    ],
+)
+def test_directions_follow_the_positions_that_a_head_sees(
+    tmp_path, kind, settings, trainable, expected
+):
+    with torch.device("meta"):
+        model = kind(settings)
+    given = config(tmp_path, trainable=trainable, **GIVEN_NOTHING)
+    assert directions_for(given, model) == expected
 
 
 def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path):

@@ -284,7 +284,7 @@ def test_an_error_of_a_scripts_metrics_says_that_going_on_is_exact_and_costs_not
     saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     straight = build(tmp_path / "straight", **saved)
     straight.train()
-    counted = iter([0.5, 1 / 3])
+    counted = iter([1.0, 0.5, 1 / 3])  # the first is of the trial before step 0
 
     def metrics(_: Any) -> dict[str, float]:
         return {"share": 1 / next(counted, 0)}
@@ -299,3 +299,61 @@ def test_an_error_of_a_scripts_metrics_says_that_going_on_is_exact_and_costs_not
     mended.train(resume_from_checkpoint=True)
     assert same(weights(mended.model), weights(straight.model))
     assert mended.privacy_report().epsilon == straight.privacy_report().epsilon
+
+
+def test_a_mistake_in_a_metric_shows_before_any_budget_is_spent(tmp_path, caplog):
+    seen = []
+
+    def wrong(prediction):
+        seen.append(len(prediction.label_ids))
+        raise KeyError("accuracy")
+
+    settings = {"eval_dataset": tiny_data(40, seed=5), "compute_metrics": wrong}
+    trainer = build(tmp_path, per_device_eval_batch_size=4, trainer_settings=settings)
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert seen == [8, 40] and "no budget was spent" in caplog.text
+    assert not (tmp_path / LEDGER_NAME).exists()
+    trainer.compute_metrics = None  # the folder may be used
+    trainer.train()
+
+
+def test_a_metric_that_needs_many_rows_and_a_good_one_change_nothing(tmp_path):
+    """Nor does the trial show: neither to callbacks, nor in logs, nor in what is released."""
+    plain = build(tmp_path / "plain", tiny_model())
+    plain.train()
+    for name, least in (("all", 40), ("few", 1)):
+        seen: list[int] = []
+
+        def metric(prediction, least=least, seen=seen):
+            seen.append(len(prediction.label_ids))
+            if seen[-1] < least:
+                raise ValueError("one class alone")
+            return {"rows": float(seen[-1])}
+
+        events = Seen()
+        settings = {"eval_dataset": tiny_data(40, seed=5), "compute_metrics": metric}
+        trainer = build(
+            tmp_path / name,
+            tiny_model(),
+            per_device_eval_batch_size=4,
+            trainer_settings={**settings, "callbacks": [events]},
+        )
+        trainer.train()
+        assert seen == ([8, 40] if least == 40 else [8])
+        assert {event for event, *_ in events.events} == {"step", "epoch"}
+        assert not [entry for entry in trainer.state.log_history if "eval_rows" in entry]
+        assert same(weights(trainer.model), weights(plain.model))
+
+
+def test_eval_on_start_evaluates_all_rows(tmp_path):
+    seen = []
+
+    def metric(prediction):
+        seen.append(len(prediction.label_ids))
+        return {}
+
+    settings = {"eval_dataset": tiny_data(40, seed=5), "compute_metrics": metric}
+    on_start = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": 100}
+    build(tmp_path, **on_start, trainer_settings=settings).train()
+    assert seen == [40, 40]  # and at the end, as in Trainer
