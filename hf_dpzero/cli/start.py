@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
 from pathlib import Path
 
@@ -38,28 +37,21 @@ def run_init(arguments: Init) -> None:
         raise ValueError(f"--output {target}: give a name that ends in {suffix}.")
     _check_new(target)  # before seconds of imports
 
+    from datasets import DatasetDict
+
     from hf_dpzero.recipes.starter import Starter, detect_columns
     from hf_dpzero.settings.config import DPZeroConfig
-    from hf_dpzero.tasks.rows import read_rows
+    from hf_dpzero.tasks.description import DataArguments
+    from hf_dpzero.tasks.rows import load_splits, read_rows, require_columns
 
     epsilon, delta = arguments.target_epsilon, arguments.target_delta
     # Refuses impossible ones.
     DPZeroConfig(use_cpu=True, target_epsilon=epsilon, target_delta=delta)
-    rows = read_rows(Path(train))
-    named = arguments.text_column, arguments.text_pair_column, arguments.label_column
-    columns = detect_columns(rows, *named)
-    if public is not None:
-        if Path(public).is_file() and filecmp.cmp(train, public, shallow=False):
-            raise ValueError(
-                f"validation_file={public!r} holds the private rows of train_file: give other rows, "
-                "which are public."
-            )
-        there = read_rows(Path(public)).column_names
-        for column in (*columns.texts, columns.label):
-            if column is not None and column not in there:
-                raise ValueError(
-                    f"{public} has no column {column!r} (it has {', '.join(there)}), as train_file does."
-                )
+    given = DataArguments(train_file=train, validation_file=public)
+    splits = load_splits(given, None) if public else DatasetDict(train=read_rows(Path(train)))
+    rows, named = splits["train"], (arguments.text_column, arguments.text_pair_column)
+    columns = detect_columns(rows, *named, arguments.label_column)
+    require_columns(splits, [name for name in (*columns.texts, columns.label) if name])
     starter = Starter(
         columns=columns,
         num_examples=len(rows),
