@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.hub import CARD_FILE, COPIED, FOLDER_NAME, INITIAL_VALUES_FILE, WRITTEN
 from hf_dpzero.reporting.model_card import PLOT_FILE
-from hf_dpzero.reporting.privacy_report import REPORT_FILE
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import base_origins
 from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.reporting.wording import set_aside_words
@@ -131,18 +131,19 @@ def _spent(run: Run) -> dict[str, Any]:
         if not ledger.releases or ledger.digest() in covered:
             continue
         plan, steps = PrivacyPlan.from_dict(ledger.header["plan"]), ledger.next_step
+        report = PrivacyReport.from_header(ledger.header, steps=steps, delta=run.delta, plan=plan)
         plans += [*plan.after, (replace(plan, after=()), steps)]
         runs.append(
             {
                 **{"folder": path.parent.name, "method": plan.mechanism.name},
                 **{"steps": steps, "planned_steps": plan.steps},
-                "epsilon": plan.epsilon(run.delta, at=steps) if plan.private else None,
+                "epsilon": report.epsilon if report.private else None,
             }
         )
     if not runs:
         return {}
-    try:
-        together = replace(run.plan, after=(*run.plan.after, *plans)).epsilon(run.delta)
-    except ValueError:  # not private, of other rows or another relation
-        together = None
+    together = None
+    if all(entry["epsilon"] is not None for entry in runs):
+        with suppress(ValueError):  # of other rows, or another relation
+            together = replace(run.plan, after=(*run.plan.after, *plans)).epsilon(run.delta)
     return {"runs": runs, "epsilon": together}

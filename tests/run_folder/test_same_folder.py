@@ -128,6 +128,16 @@ def test_runs_without_privacy_start_anew(tmp_path: Path, heard: Any) -> None:
     assert "steps of mezo, NOT PRIVATE" in str(private.privacy_report())
 
 
+def test_a_run_with_noise_that_is_not_secret_has_no_epsilon_to_add(tmp_path: Path) -> None:
+    seeded = {**SAVED, "testing.insecure_noise_seed": 3}
+    build(tmp_path, **seeded).train()
+    private = build(tmp_path, **SAVED)
+    private.train()
+    found = private.privacy_report().set_aside
+    assert (found["runs"][0]["epsilon"], found["epsilon"]) == (None, None)
+    assert "steps of dpzero, NOT PRIVATE" in str(private.privacy_report())
+
+
 def test_a_run_that_starts_from_the_folder_is_refused(tmp_path: Path) -> None:
     first = build(tmp_path, **SAVED)
     first.train()
