@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "vblora": ("VBLoRAConfig", {**ON, "num_vectors": 4, "vector_length": 4, "topk": 2}),
     "vera": ("VeraConfig", {**ON, "r": 2}),
 }  # fmt: skip
-"""Name -> configuration and its settings; every run of these saved, loaded and replayed its weights."""
+"""Name -> configuration and its settings."""
 
 
 @pytest.fixture(scope="module")
