@@ -17,7 +17,8 @@ def test_a_task_has_a_line_once_each_epsilon_was_run(tmp_path: Path) -> None:
     found = [row(1.0, 1, "1100"), row(1.0, 2, "1000"), row(8.0, 1, "1110"), row(8.0, 2, "1110")]
     lines = write(STUDY, found, tmp_path).splitlines()
     # runs: 50 and 25 %, then 75 and 75 %; rows gain 0, 1/2, 1 and 0
-    assert lines[2] == "| trec | 37.5 ± 12.5 | 75.0 ± 0.0 | +37.5 ± 23.9 |"
+    # 27.0^2 = 12.5^2 of the runs + 23.9^2 of the rows
+    assert lines[2] == "| trec | 37.5 ± 12.5 | 75.0 ± 0.0 | +37.5 ± 27.0 |"
     assert len(lines) == 3 and len(write(STUDY, found[:2], tmp_path).splitlines()) == 2
 
 
