@@ -199,7 +199,9 @@ HALF = "parameters that are not float32 (weight, ...)"
     ],
 )
 def test_low_precision_names_what_is_below_float32(dtype, settings, expected):
-    args = SimpleNamespace(**{"mixed_precision": "no", "bf16": False, "tf32": None, **settings})
+    args = SimpleNamespace(
+        **{"mixed_precision": "no", "bf16": False, "fp16": False, "tf32": None, **settings}
+    )
     assert low_precision(torch.nn.Linear(2, 2).to(dtype), args) == expected
 
 

@@ -316,8 +316,12 @@ def cut_short(run: Path) -> None:
 
 OTHER = "not of the same run.*"
 REFUSED: list[tuple[Callable[[Path], None], type[Exception], str]] = [
-    (without("privacy_report.json"), FileNotFoundError, "hf-dpzero train RECIPE"),
-    (without("trajectory.safetensors"), FileNotFoundError, "report cannot be checked"),
+    (
+        without("privacy_report.json"),
+        FileNotFoundError,
+        "report.json is missing: the run there ended",
+    ),
+    (without("trajectory.safetensors"), FileNotFoundError, "ended before its model was saved"),
     (without("model.safetensors"), FileNotFoundError, r"save_model.*\.bin weights are not shipped"),
     (sharded("model-00001-of-00002.safetensors"), FileNotFoundError, "model-00001-of-00002"),
     (sharded("_private/sampler_key"), ValueError, "_private/sampler_key"),
@@ -449,6 +453,7 @@ def test_write_model_card_leaves_a_readme_in_the_run(run: Path) -> None:
     card = write_model_card(run)
     assert card == run / "README.md"
     assert report_of(make_plan()).statement in card.read_text()
+    (run / "trajectory.ledger").unlink()  # with it the run would be resumed
     (run / "trajectory.safetensors").rename(run / "elsewhere")
     with pytest.raises(FileNotFoundError, match="report cannot be checked"):
         write_model_card(run)
