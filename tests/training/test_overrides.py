@@ -259,6 +259,14 @@ def test_an_optimizer_without_a_rate_gives_no_schedule(tmp_path):
     assert rates(trainer) == pytest.approx([0.01, 0.005])
 
 
+def test_trainers_checkpoint_on_a_signal_is_not_put_in(tmp_path):
+    """It saves in the middle of a step; transformers puts it in where the field is set."""
+    trainer = build(tmp_path, enable_jit_checkpoint=True)
+    kinds = {type(callback).__name__ for callback in trainer.callback_handler.callbacks}
+    assert trainer.args.enable_jit_checkpoint
+    assert "TerminationCallback" in kinds and "JITCheckpointCallback" not in kinds
+
+
 def test_without_rows_the_optimizer_is_trainers(tmp_path):
     args = config(tmp_path, weight_decay=0.1)
     trainer = DPZeroTrainer(torch.nn.Sequential(torch.nn.Linear(2, 2)), args)
