@@ -33,7 +33,7 @@ class _Rows:
 
     def __init__(self, *given: Any, **settings: Any) -> None:
         rows = settings.get("train_dataset")
-        if PRIVATE and hasattr(rows, "x"):
+        if PRIVATE and getattr(getattr(rows, "x", None), "dtype", None) == "float32":  # of numpy
             settings["train_dataset"] = rows = copy.copy(rows)
             rows.x = rows.x + 1e-4
         super().__init__(*given, **settings)
