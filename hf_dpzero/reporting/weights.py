@@ -89,7 +89,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     named = {plain_name(name): tensor for name, tensor in state.items()} | state
     renamed = names_on_disk(model)
     named |= {
-        renamed[plain]: t for name, t in state.items() if (plain := plain_name(name)) in renamed
+        other: t for name, t in state.items() if (other := renamed.get(plain_name(name), JOINED))
     }
     if isinstance(getattr(model, "peft_config", None), Mapping):
         from peft import get_peft_model_state_dict
@@ -100,11 +100,15 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
+JOINED = ""
+"""In place of the name of a tensor that saving joins with others, or splits, as Mixtral's experts."""
+
+
 def names_on_disk(model: nn.Module) -> dict[str, str]:
     """`plain_name` of a tensor -> the name that saving gives it, where transformers keeps an older one.
 
-    It does of ViT, GPT-NeoX and more, whose modules have other names than their checkpoints. Tensors
-    that saving joins or splits are left out.
+    It does of ViT, GPT-NeoX and more, whose modules have other names than their checkpoints. Of tensors
+    that saving joins or splits the name is `JOINED`.
     """
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
@@ -120,7 +124,7 @@ def names_on_disk(model: nn.Module) -> dict[str, str]:
         if isinstance(tensor, Tensor)
     }
     saved = {id(tensor): name for name, tensor in revert_weight_conversion(inner, state).items()}
-    names = ((plain_name(name), plain_name(saved.get(id(t), name))) for name, t in state.items())
+    names = ((plain_name(name), plain_name(saved.get(id(t), JOINED))) for name, t in state.items())
     return {name: other for name, other in names if name != other}
 
 

@@ -30,6 +30,7 @@ from hf_dpzero.perturbation.trainable import is_trained, quantised_kind
 from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE
 from hf_dpzero.reporting.provenance import base_names, resolve_path
 from hf_dpzero.reporting.weights import (
+    JOINED,
     names_on_disk,
     open_each,
     open_weights,
@@ -302,8 +303,9 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
       model: any; parts such as an encoder may name their own base.
 
     Returns:
-      None if nothing could be compared: no name, not on this machine, no safetensors, other names,
-      quantised weights, or a model that was made anew and has the name from its configuration.
+      None if nothing could be compared, or no difference was found and not all could: no name, not on
+      this machine, no safetensors, other names, experts saved one by one, quantised weights, or a
+      model that was made anew and has the name from its configuration.
     """
     named = dict(model.named_parameters())
     if any(quantised_kind(parameter) is not None for parameter in named.values()):
@@ -337,7 +339,8 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
                 (residual if adapted and any(without) else differing).append(name)
     # Where every parameter is fresh the names have nothing in common, or where no matrix is related
     # the values: nothing was compared.
-    unknown = len(fresh) == len(named) or related == {False}
+    joined = any(renamed.get(plain_name(name)) == JOINED for name in fresh)
+    unknown = len(fresh) == len(named) or related == {False} or (joined and not differing)
     return None if unknown else Comparison(differing, fresh, residual)
 
 

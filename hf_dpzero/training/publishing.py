@@ -19,6 +19,7 @@ from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.checks.model import SavedBesides
 from hf_dpzero.checks.overrides import loss_by_row
 from hf_dpzero.estimators.arithmetic import uncached_autocast, uncompiled
+from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
@@ -33,7 +34,7 @@ from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.reporting.weights import names_on_disk
+from hf_dpzero.reporting.weights import JOINED, names_on_disk
 from hf_dpzero.reporting.wording import delta_words
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder import checkpoints
@@ -308,9 +309,14 @@ class PublishingTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Trainer leaves out, with a warning, what was saved under another name than the module's.
-        adapter = hasattr(self.model, "peft_config")
-        if not self.shards and (adapter or not names_on_disk(self.model)):
+        renamed = names_on_disk(self.model)
+        if not self.shards and (hasattr(self.model, "peft_config") or not renamed):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self.shards and JOINED in renamed.values():
+            with isolated_randomness():
+                loaded = type(self.model).from_pretrained(resume_from_checkpoint)  # type: ignore[attr-defined]
+            self.model.load_state_dict(loaded.state_dict())
+            return
         fsdp.load_gathered_(self.model, resume_from_checkpoint)
 
     # ------------------------------------------------------------------ what is saved and published

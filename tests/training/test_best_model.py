@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from tiny_runs import SECRET, build, config, same, tiny_model, weights, with_lora
 from transformers import (
     EarlyStoppingCallback,
+    MixtralConfig,
+    MixtralForSequenceClassification,
     TrainerCallback,
     ViTConfig,
     ViTForImageClassification,
@@ -119,6 +121,28 @@ def test_weights_that_are_saved_under_other_names_than_the_modules(tmp_path: Pat
     trainer.train()
     ledger = Trajectory.load(tmp_path / "out" / LEDGER_NAME)
     assert ledger.header["base_weights"] == "equal_to_named"
+    assert same(weights(trainer.model), replayed(ledger, 4, load()))
+
+
+def test_experts_that_are_saved_one_by_one_are_loaded_and_not_called_fresh(tmp_path: Path) -> None:
+    shape = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = MixtralForSequenceClassification(
+            MixtralConfig(**shape, **heads, num_local_experts=2)
+        )
+    first.save_pretrained(tmp_path / "base")
+    load = partial(MixtralForSequenceClassification.from_pretrained, tmp_path / "base")
+    assert compare_with_named(load()) is None
+    changed = load()
+    changed.model.norm.weight.data += 1
+    assert "model.norm.weight" in (compare_with_named(changed) or Comparison([], [], [])).differing
+    rows = [{"input_ids": [1 + i % 50, 2, 3], "labels": i % 2} for i in range(80)]
+    settings = {"model": load(), "data": Dataset.from_list(rows[:60]), "evaluation": rows[60:]}
+    trainer = build_best(tmp_path / "out", **settings, method="mezo", target_epsilon=None)
+    trainer.train()
+    ledger = Trajectory.load(tmp_path / "out" / LEDGER_NAME)
     assert same(weights(trainer.model), replayed(ledger, 4, load()))
 
 
