@@ -19,7 +19,7 @@ from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.reporting.weights import read_weights, weight_files
-from hf_dpzero.run_folder.base_model import load_initial_model
+from hf_dpzero.run_folder.initial_values import load_initial_model
 from hf_dpzero.shipped import shipped_file
 
 if TYPE_CHECKING:

@@ -10,5 +10,6 @@ one. May import: run, parallel and the rooms below them. Start at `folder.start_
 | `earlier` | what becomes of a run that lies in the folder already |
 | `checkpoints` | how a checkpoint is written whole, and read only as it was written |
 | `keys` | which secrets a run on fixed batches must find again, and whether rows kept their order |
-| `base_model` | whether weights are those of the named base; what that base lacks |
+| `base_model` | whether weights are those of the named base |
+| `initial_values` | what that base lacks, from which a replay starts |
 """

@@ -34,7 +34,6 @@ from hf_dpzero.run_folder.base_model import (
     Comparison,
     check_start,
     digest_frozen,
-    write_initial_values,
 )
 from hf_dpzero.run_folder.checkpoints import (
     STATE_NAME,
@@ -45,6 +44,7 @@ from hf_dpzero.run_folder.checkpoints import (
     way_out,
 )
 from hf_dpzero.run_folder.earlier import refuse_interrupted, refuse_own_base, set_aside
+from hf_dpzero.run_folder.initial_values import write_initial_values
 from hf_dpzero.run_folder.keys import seeded_key
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def _check_replayed(run: Run, ledger: Trajectory) -> None:
             f"there is no checkpoint, so the {ledger.next_step} steps of {ledger.path} are replayed on "
             "the base, and this model is not the base that they began with (its digest differs): load "
             "it again, in the same dtype and with the same head and adapters (from the same seed, or by "
-            "hf_dpzero.run_folder.base_model.load_initial_model)."
+            "hf_dpzero.run_folder.initial_values.load_initial_model)."
         )
     _, compared = _checked_start(run)
     _keep_initial_values(run, compared, ledger.header["base_model_digest"])

@@ -38,8 +38,9 @@ from hf_dpzero.reporting.weights import JOINED, names_on_disk
 from hf_dpzero.reporting.wording import delta_words
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder import checkpoints
-from hf_dpzero.run_folder.base_model import check_frozen, copy_initial_values
+from hf_dpzero.run_folder.base_model import check_frozen
 from hf_dpzero.run_folder.folder import report_of
+from hf_dpzero.run_folder.initial_values import copy_initial_values
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import Rate
 from hf_dpzero.training import evaluation, termination
@@ -314,7 +315,7 @@ class PublishingTrainer(Trainer):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not self.shards and JOINED in renamed.values():
             with isolated_randomness():
-                loaded = type(self.model).from_pretrained(resume_from_checkpoint)  # type: ignore[attr-defined]
+                loaded = type(self.model).from_pretrained(resume_from_checkpoint)
             self.model.load_state_dict(loaded.state_dict())
             return
         fsdp.load_gathered_(self.model, resume_from_checkpoint)

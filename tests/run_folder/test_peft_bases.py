@@ -21,7 +21,8 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import vocabulary_size
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.weights import open_weights, saved_tensors
-from hf_dpzero.run_folder.base_model import check_start, load_initial_model
+from hf_dpzero.run_folder.base_model import check_start
+from hf_dpzero.run_folder.initial_values import load_initial_model
 
 NEW_PARTS = "equal_to_named_but_new_parts"
 ON: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
