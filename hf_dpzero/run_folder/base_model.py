@@ -50,6 +50,8 @@ _ADVICE = (
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
 READ_ROWS = ("eva", "corda", "lora_ga")
 """PEFT's `init_lora_weights` that are computed from rows."""
+SUBTRACTED = frozenset(("pissa", "olora"))
+"""Those that are computed from the weights alone, and taken off them; a script's own may read rows."""
 UNRELATED = 0.1
 """Cosine of two matrices, below which neither came out of the other."""
 
@@ -304,6 +306,7 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
     named = dict(model.named_parameters())
     if any(quantised_kind(parameter) is not None for parameter in named.values()):
         return None
+    subtracted = SUBTRACTED.issuperset(map(str, initialisations(model).values()))
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     differing, fresh, residual = list[str](), list[str](), list[str]()
@@ -328,7 +331,7 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
                 related.add(as_saved or any(_related(parameter, tensor) for tensor in tensors))
             if not as_saved:
                 whole_ones = [t for t in tensors if t.dim() > 1 and t.shape == parameter.shape]
-                adapted = ".base_layer." in name
+                adapted = ".base_layer." in name and subtracted
                 without = (_without_adapters(model, name, parameter, t) for t in whole_ones)
                 (residual if adapted and any(without) else differing).append(name)
     # Where every parameter is fresh the names have nothing in common, or where no matrix is related

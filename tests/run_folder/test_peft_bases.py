@@ -133,6 +133,22 @@ def test_an_adapter_made_of_rows_is_not_public_by_itself(base: Path) -> None:
     assert check_start(model, declared_public=True)[0] == "declared_public"
 
 
+def test_an_adapter_that_a_script_makes_of_gradients_is_not_public(base: Path) -> None:
+    """As LoRA-GA by hand: the model computes what its base does, and the factors tell of rows."""
+    model, rows = adapted(base, "lora"), torch.randint(5, 50, (4, 8))
+    layers = [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")]
+    weights = [layer.base_layer.weight.requires_grad_() for layer in layers]
+    gradients = torch.autograd.grad(model(input_ids=rows, labels=rows).loss, weights)
+    for layer, weight, gradient in zip(layers, weights, gradients, strict=True):
+        left, _, right = torch.linalg.svd(gradient)
+        weight.requires_grad_(False)
+        layer.lora_A["default"].weight.data = right[:2].clone()
+        layer.lora_B["default"].weight.data = left[:, 2:4].clone()
+        weight.sub_(layer.get_delta_weight("default").detach())
+    with pytest.raises(ValueError, match="the model was changed after"):
+        check_start(model, declared_public=False)
+
+
 @pytest.mark.parametrize("start", ["pissa_niter_4", "lora_ga"])
 def test_an_adapter_that_would_not_fit_its_base_again_is_refused(base: Path, start: str) -> None:
     if start == "lora_ga" and not hasattr(lora, "LoraGAConfig"):
