@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -43,6 +44,16 @@ _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
     *("reduce", "reduce_scatter_tensor", "all_to_all", "barrier"),
 )
+_TRACKERS = (
+    *(("wandb", "log"), ("wandb.sdk.wandb_run", "Run.log"), ("trackio", "log"), ("swanlab", "log")),
+    *(
+        ("mlflow", "log_metric"),
+        ("mlflow", "log_metrics"),
+        ("tensorboardX", "SummaryWriter.add_scalar"),
+    ),
+    ("torch.utils.tensorboard.writer", "SummaryWriter.add_scalar"),
+)
+"""Modules and their functions by which scripts show numbers."""
 _LARGE = 1000  # entries of a container that are not looked at one by one
 
 
@@ -208,6 +219,7 @@ def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
     hidden += [(torch.distributed, call, refuse) for call in _COLLECTIVES]
     if not trainer.args.not_private:  # type: ignore[attr-defined]
         hidden += [(trainer, "log", refuse), (trainer.accelerator, "log", refuse)]
+        hidden += [(*shown, refuse) for shown in _trackers()]
     before = [vars(owner).get(call) for owner, call, _ in hidden]
     for entry in hidden:
         setattr(*entry)
@@ -218,29 +230,70 @@ def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
             delattr(owner, call) if own is None else setattr(owner, call, own)
 
 
-def kept_by(objective: PerExampleLoss) -> dict[str, object]:
+def _trackers() -> Iterator[tuple[Any, str]]:
+    """The functions of `_TRACKERS` that are loaded, each by its owner and name."""
+    for module, path in _TRACKERS:
+        owner, _, name = path.rpartition(".")
+        holder = sys.modules.get(module)
+        holder = getattr(holder, owner, None) if owner else holder
+        if holder is not None:
+            yield holder, name
+
+
+@contextlib.contextmanager
+def nothing_kept(objective: PerExampleLoss | None) -> Iterator[None]:
+    """Refuses a loss that keeps something of the rows it sees inside, by what `kept_by` looks at.
+
+    Raises:
+      ValueError: names what it wrote to.
+    """
+    before = kept_by(objective)
+    yield
+    after = kept_by(objective)
+    if changed := [name for name in after if after[name] != before.get(name)]:
+        raise ValueError(
+            f"the loss wrote to {changed[0]}: what it keeps of a private row gets into later losses or "
+            "logs without noise. Compute it from its inputs alone, and set up all else before training."
+        )
+
+
+def kept_by(objective: PerExampleLoss | None) -> dict[str, object]:
     """What a script's loss may keep of the rows that it saw, by name: to be compared.
 
-    Looked at: attributes of the trainer and its state, variables that its functions read, and what is
-    in them.
+    Looked at: attributes of the trainer and its state, variables that its functions and those that they
+    call read, and what is in them; of modules beside the model buffers and, of a script's, attributes.
 
     Args:
       objective: of `loss_by_row`; of others nothing is looked at.
     """
     holder = getattr(objective, "holder", None)
-    kept = {**vars(holder), **vars(holder.state)} if holder else {}
-    own = [p for p in type(holder).__mro__ if p.__module__.partition(".")[0] not in _LIBRARIES]
+    if holder is None:
+        return {}
+    kept = {**vars(holder), **vars(holder.state)}
+    own = [p for p in type(holder).__mro__ if not _is_library(p)]
     functions = [*kept.values(), *(f for parent in own for f in vars(parent).values())]
-    for function in filter(inspect.isfunction, functions):
+    functions = [getattr(f, "__func__", f) for f in functions]
+    seen = set[int]()
+    for function in functions:  # which grows
+        if not inspect.isfunction(function) or id(function) in seen or _is_library(function):
+            continue
+        seen.add(id(function))
         with contextlib.suppress(ValueError):  # a variable that is not set yet
             read = inspect.getclosurevars(function)
-            kept |= {**read.globals, **read.nonlocals}
-    return {name: _content(value) for name, value in kept.items()}
+            for name, value in {**read.globals, **read.nonlocals}.items():
+                other = kept.setdefault(name, value) is not value
+                kept |= {f"{name} of {function.__qualname__}": value} if other else {}
+                functions.append(value)
+    of_model = {id(module) for module in holder.model.modules()} | {id(holder.model_wrapped)}
+    return {name: _content(v) for name, v in kept.items() if id(v) not in of_model}
+
+
+def _is_library(thing: Any) -> bool:
+    return str(thing.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _content(value: Any, depth: int = 3) -> object:
     """A value by what is in it, so far as scripts keep numbers there; others by their identity."""
-    package = type(value).__module__.partition(".")[0]
     if isinstance(value, bool | int | float | str | bytes | np.generic):
         return repr(value)
     if isinstance(value, np.ndarray):
@@ -253,9 +306,19 @@ def _content(value: Any, depth: int = 3) -> object:
         if isinstance(value, Mapping):
             return {repr(key): _content(part, depth - 1) for key, part in value.items()}
         return [_content(part, depth - 1) for part in value]
-    if package in _LIBRARIES or isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+    if isinstance(value, nn.Module):
+        return [_of_module(module, depth) for module in value.modules()] if depth else id(value)
+    if _is_library(type(value)) or not hasattr(value, "__dict__"):
         return id(value)
     return {k: _content(v, depth - 1) for k, v in vars(value).items()} if depth else id(value)
+
+
+def _of_module(module: nn.Module, depth: int) -> object:
+    """What a metric or a loss that is a module keeps; its parameters are too many to read."""
+    written = dict(module._buffers)
+    if not _is_library(type(module)):
+        written |= {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules")}
+    return id(module), {name: _content(part, depth - 1) for name, part in written.items()}
 
 
 def overriding(kind: type, name: str) -> tuple[type | None, bool]:

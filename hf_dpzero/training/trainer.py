@@ -469,8 +469,11 @@ class DPZeroMixin(PublishingTrainer):
                 "on as it began, with "
                 f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
             )
+        # At each step: a loss may keep what it sees of some of them only.
+        own = None if self.args.not_private else self._run.objective
         try:
-            statistics = self._run.method.take(inputs, self._rates.take(self.optimizer))
+            with overrides.nothing_kept(own):
+                statistics = self._run.method.take(inputs, self._rates.take(self.optimizer))
         except ParameterChanged:
             self._tainted = _WRITTEN
             raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +113,36 @@ def test_a_scripts_own_loss_is_trained_on_one_row_at_a_time(tmp_path, caplog, me
 
 
 SEEN: list[float] = []
+TOLD: list[float] = []
+
+
+class Metric(torch.nn.Module):
+    """As of torchmetrics: keeps sums in attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.total = self.total + loss.detach()
+        return loss
+
+
+class Averaged(torch.nn.Module):
+    """Keeps a mean in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(1)
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.norm(torch.stack([loss, loss]).unsqueeze(1))
+        return loss
+
+
+def told(loss: torch.Tensor) -> torch.Tensor:
+    TOLD.append(float(loss))  # for a callback that shows it
+    return loss
 
 
 class Refused:
@@ -146,6 +179,23 @@ class Refused:
         return loss
 
     @staticmethod
+    def wrote_to_metric(self, loss, model, items):
+        return self.metric(loss)
+
+    @staticmethod
+    def wrote_to_averaged(self, loss, model, items):
+        return self.averaged(loss)
+
+    @staticmethod
+    def wrote_to_TOLD(self, loss, model, items):
+        return told(loss)
+
+    @staticmethod
+    def logs_what_it_computes(self, loss, model, items):
+        sys.modules["wandb"].log({"my_loss": float(loss)})
+        return loss
+
+    @staticmethod
     def exchanges_it_with_other_processes(self, loss, model, items):
         torch.distributed.all_reduce(loss)  # a mean of several processes' rows
         return loss
@@ -168,15 +218,31 @@ class Refused:
 
 
 @pytest.mark.parametrize("words", [name for name in vars(Refused) if not name.startswith("__")])
-def test_a_loss_of_more_than_its_row_is_refused(tmp_path, words):
+def test_a_loss_of_more_than_its_row_is_refused(tmp_path, monkeypatch, words):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(log=print))
     kind = type(
         "Mine", (Mine,), {"of_row": vars(Refused)[words].__func__, "generator": torch.Generator()}
     )
     trainer = made(kind, tmp_path)
+    trainer.metric, trainer.averaged = Metric(), Averaged()
     SEEN.clear()
     with pytest.raises(ValueError, match=words.replace("_", ".*")):
         trainer.train()
     assert trainer.trajectory is None
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-sgd"])
+def test_a_loss_that_keeps_its_row_at_a_later_step_is_refused_there(tmp_path, method):
+    class Late(Mine):
+        def of_row(self, loss, model, items):
+            if (self.state.global_step + 1) % 2 == 0:  # as often as Trainer logs
+                self.shown = float(loss)
+            return loss
+
+    trainer = made(Late, tmp_path, method=method, microbatch_size=1, logging_steps=2)
+    with pytest.raises(ValueError, match="the loss wrote to shown"):
+        trainer.train()
+    assert trainer.trajectory.next_step == 2 and trainer.state.global_step == 1
 
 
 def test_a_per_example_loss_goes_before_ones_own(tmp_path, caplog):
