@@ -423,11 +423,3 @@ def versions() -> dict[str, str]:
 
 def _report_path(path: str | os.PathLike[str]) -> Path:
     return Path(path) / REPORT_FILE if Path(path).is_dir() else Path(path)
-
-
-def budget_metrics(report: PrivacyReport) -> dict[str, float]:
-    """Returns what `train` adds to its metrics; nothing for a run that is not private."""
-    if not report.private:
-        return {}
-    aim = {} if report.target_epsilon is None else {"target_epsilon": report.target_epsilon}
-    return {"epsilon": report.epsilon, "delta": report.delta, **aim}

@@ -156,8 +156,8 @@ def try_metrics(trainer: Trainer) -> None:
     rows: Any = trainer.eval_dataset
     rows = next(iter(rows.values()), None) if isinstance(rows, Mapping) else rows
     known = hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
-    if trainer.compute_metrics is None or not known:
-        return
+    if trainer.compute_metrics is None or not known or trainer.args.eval_on_start:
+        return  # eval_on_start evaluates all of them
     count = 2 * trainer.args.eval_batch_size * trainer.args.world_size
     first = range(min(count, len(rows)))
     subset: Callable[..., Any] = torch.utils.data.Subset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,13 @@ FUNCTIONS = (
     *("data_collator", "compute_metrics", "compute_per_example_loss", "compute_loss_func"),
     *("preprocess_logits_for_metrics", "formatting_func"),
 )
+
+
+def made_once(make: Callable[..., Any]) -> Any:
+    """Returns the model of a script's `model_init`; a search would give it a trial, here None."""
+    needed = [p for p in inspect.signature(make).parameters.values() if p.default is p.empty]
+    takes_trial = any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)
+    return make(None) if takes_trial else make()
 
 
 def by_name(kind: type, positional: Sequence[Any], settings: Mapping[str, Any]) -> dict[str, Any]:

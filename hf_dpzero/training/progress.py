@@ -37,6 +37,16 @@ class PrivateOutput(TrainOutput):
         return f"TrainOutput(global_step={self.global_step}, metrics={self.metrics})"
 
 
+def public_output(output: TrainOutput, report: PrivacyReport) -> PrivateOutput:
+    """What Trainer returned without what depends on the data, and with the budget of a private run."""
+    for name in ("train_loss", "total_flos", "train_samples_per_second"):
+        output.metrics.pop(name, None)
+    if report.private:
+        aim = {} if report.target_epsilon is None else {"target_epsilon": report.target_epsilon}
+        output.metrics.update({"epsilon": report.epsilon, "delta": report.delta, **aim})
+    return PrivateOutput(output.global_step, math.nan, output.metrics)
+
+
 class PrivacyProgressCallback(ProgressCallback):
     """Hugging Face's progress bar with spent epsilon and signal; a resumed run's starts where it is."""
 
@@ -211,6 +221,12 @@ class RunCallback(TrainerCallback):
     run: Run
     scale = 1.0
     _first_epoch: int | None = None  # while it runs
+
+    def rescale(self, given: torch.optim.Optimizer) -> bool:
+        """Takes the rates of a given optimizer's scheduler as shares of its own; False without one."""
+        rate = given.defaults.get("lr")
+        self.scale = self.run.args.learning_rate / rate if rate else 1.0
+        return bool(rate)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

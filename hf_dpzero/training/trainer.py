@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Mapping
@@ -33,7 +32,6 @@ from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.plan_facts import BudgetMeter
-from hf_dpzero.reporting.privacy_report import budget_metrics
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs, header_entries
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
@@ -50,7 +48,7 @@ from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import CLASSIC, copied, decide_rate, resolve
 from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import evaluation, progress, termination
-from hf_dpzero.training.inputs import by_name, load_inputs
+from hf_dpzero.training.inputs import by_name, load_inputs, made_once
 from hf_dpzero.training.methods import (
     FirstOrderMethod,
     LearningRate,
@@ -71,8 +69,7 @@ _WRITTEN = (
     "not saved: make the module leave them alone and start again from the base model."
 )
 _MODEL_INIT = (
-    "model_init beside a model, or set later, would make a new model after the checks: pass one of them "
-    "to the trainer."
+    "model_init beside a model, or set later, makes one after the checks: pass one of them."
 )
 
 
@@ -140,11 +137,7 @@ class DPZeroMixin(PublishingTrainer):
         if (make := settings.pop("model_init", None)) is not None:
             if model is not None:
                 raise ValueError(_MODEL_INIT)
-            needed = [
-                p for p in inspect.signature(make).parameters.values() if p.default is p.empty
-            ]
-            trial = any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)
-            model = make(None) if trial else make()  # a search would give it its trial
+            model = made_once(make)
         given, own_loss = settings.get("train_dataset"), compute_per_example_loss
         data_checks.check_rows(given)
         model, self._texts = load_inputs(type(self), model, args, settings, own_loss)
@@ -315,9 +308,7 @@ class DPZeroMixin(PublishingTrainer):
             run.row_groups = row_groups(run.plan.groups, column, self.train_dataset)
         check_folder(run, resume, resumes=bool(resume_from_checkpoint))
         check_uploads(run.plan, self.callback_handler.callbacks)
-        if not (
-            resume_from_checkpoint or self.shards or run.plan.groups or self.args.eval_on_start
-        ):
+        if not (resume_from_checkpoint or self.shards or run.plan.groups):
             evaluation.try_metrics(self)
         with run.resources:
             prepare(run)
@@ -338,10 +329,7 @@ class DPZeroMixin(PublishingTrainer):
             finally:
                 self._close(run)
         check_weights(run)
-        for name in ("train_loss", "total_flos", "train_samples_per_second"):  # depend on the data
-            output.metrics.pop(name, None)
-        output.metrics.update(budget_metrics(self.privacy_report()))
-        return progress.PrivateOutput(output.global_step, math.nan, output.metrics)
+        return progress.public_output(output, self.privacy_report())
 
     def _open(self, run: Run, checkpoint: str | None, resumes: bool) -> None:
         """Opens the ledger and the keys; from here on this is the trainer's run."""
@@ -356,11 +344,8 @@ class DPZeroMixin(PublishingTrainer):
         if resumes and run.opened.next_step == run.plan.steps:
             run.resources.enter_context(progress.finished(run))
         self._banner.run = run
-        if given is not None and not self.args.first_order:
-            if rate := given.defaults.get("lr"):
-                self._banner.scale = run.args.learning_rate / rate
-            else:  # it makes its own, which the scheduler beside it only shows
-                self.lr_scheduler = None
+        if given is not None and not self.args.first_order and not self._banner.rescale(given):
+            self.lr_scheduler = None  # its optimizer makes the rates, which it only shows
         self._loop_asks = True
         self.watch.open(run)
 
@@ -406,18 +391,10 @@ class DPZeroMixin(PublishingTrainer):
         """
         if self.optimizer is not None:
             return self.optimizer
-        if self.train_dataset is None:  # there is no run to make it for, or to choose a rate for
-            rate = self.args.learning_rate
-            self.args.learning_rate = CLASSIC["learning_rate"] if rate is None else rate
-            self.optimizer = super().create_optimizer(model)
-            self.args.learning_rate = rate
-            return self.optimizer
+        if self._keys is None or self.train_dataset is None:
+            self._made_outside = self._outside_optimizer(model)
+            return self._made_outside
         run = self.run
-        if self._keys is None:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            carrier = None if self.args.first_order else LearningRate(trained, run.args)
-            self.optimizer = self._made_outside = carrier or super().create_optimizer(model)
-            return self.optimizer
         assert self._besides is not None
         if self._method_state is not None:
             try:
@@ -447,6 +424,19 @@ class DPZeroMixin(PublishingTrainer):
             run.resources.callback(own.remove)
         run.resources.enter_context(method.weights)
         return optimizer
+
+    def _outside_optimizer(self, model: nn.Module | None) -> torch.optim.Optimizer:
+        """One that shows the learning rate; without rows there is no run to choose a rate for."""
+        if self.train_dataset is not None and not self.args.first_order:
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = LearningRate(trained, self.run.args)
+            return self.optimizer
+        given = self.args.learning_rate
+        self.args.learning_rate = CLASSIC["learning_rate"] if given is None else given
+        try:
+            return super().create_optimizer(model)
+        finally:
+            self.args.learning_rate = given
 
     def training_step(  # type: ignore[override]
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
