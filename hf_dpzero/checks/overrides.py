@@ -6,8 +6,8 @@ import contextlib
 import inspect
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ _TRACKERS = (
     ("torch.utils.tensorboard.writer", "SummaryWriter.add_scalar"),
 )
 """Modules and their functions by which scripts show numbers."""
+_COLUMNS = ("features", "column_names", "num_rows")
+"""What is public of a data set."""
 _LARGE = 1000  # entries of a container that are not looked at one by one
 
 
@@ -207,12 +209,12 @@ def loss_by_row(trainer: Trainer) -> OneRowLoss | None:
 
 @contextlib.contextmanager
 def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
-    """Refuses, inside, what would publish a row's numbers or add those of other processes to them."""
+    """Refuses, inside, what would publish a row's numbers or add those of other rows to them."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
         raise ValueError(
             f"{name} logs what it computes of a private row, or exchanges it with other processes, "
-            "which have other rows: leave that out."
+            "which have other rows, or reads other rows of train_dataset itself: leave that out."
         )
 
     hidden: list[tuple[Any, str, Any]] = [(trainer, "is_in_train", True)]
@@ -220,6 +222,7 @@ def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
     if not trainer.args.not_private:  # type: ignore[attr-defined]
         hidden += [(trainer, "log", refuse), (trainer.accelerator, "log", refuse)]
         hidden += [(*shown, refuse) for shown in _trackers()]
+        hidden += [(trainer, "train_dataset", _Unread(trainer.train_dataset, refuse))]
     before = [vars(owner).get(call) for owner, call, _ in hidden]
     for entry in hidden:
         setattr(*entry)
@@ -228,6 +231,22 @@ def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
     finally:
         for (owner, call, _), own in zip(hidden, before, strict=True):
             delattr(owner, call) if own is None else setattr(owner, call, own)
+
+
+class _Unread:
+    """The training rows as a loss of one row sees them: how many there are, and their columns."""
+
+    def __init__(self, rows: Any, refuse: Callable[..., NoReturn]) -> None:
+        self._rows, self._refuse = rows, refuse
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, _: object) -> NoReturn:
+        self._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name) if name in _COLUMNS else self._refuse()
 
 
 def _trackers() -> Iterator[tuple[Any, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from types import SimpleNamespace
 
@@ -194,6 +195,12 @@ class Refused:
     def logs_what_it_computes(self, loss, model, items):
         sys.modules["wandb"].log({"my_loss": float(loss)})
         return loss
+
+    @staticmethod
+    def reads_other_rows_of_train_dataset(self, loss, model, items):
+        count = len(self.train_dataset)  # which is public
+        other = self.train_dataset[random.randrange(count)]  # a negative example, say
+        return loss + float(other["labels"])
 
     @staticmethod
     def exchanges_it_with_other_processes(self, loss, model, items):
