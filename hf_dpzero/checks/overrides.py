@@ -18,6 +18,7 @@ from transformers.utils import logging
 from hf_dpzero.ledger.digests import digest_tensors
 from hf_dpzero.objectives.heads import OneRowLoss, own_loss_objective, select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model
+from hf_dpzero.run import Run
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.nested import SGD
@@ -260,12 +261,13 @@ def _trackers() -> Iterator[tuple[Any, str]]:
 
 
 @contextlib.contextmanager
-def nothing_kept(objective: PerExampleLoss | None) -> Iterator[None]:
-    """Refuses a loss that keeps something of the rows it sees inside, by what `kept_by` looks at.
+def nothing_kept(run: Run) -> Iterator[None]:
+    """Refuses a loss that keeps something of private rows it sees inside, by what `kept_by` looks at.
 
     Raises:
       ValueError: names what it wrote to.
     """
+    objective = None if run.args.not_private else run.objective
     before = kept_by(objective)
     yield
     after = kept_by(objective)

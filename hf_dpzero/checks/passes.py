@@ -133,7 +133,7 @@ def check_memory(run: Run) -> None:
     if shapes is None or not shapes.one_by_one or run.objective is None:
         return
     rows, words = shapes.collate_each([0, len(run.dataset) - 1]), of_first_row("evaluated")
-    kept, left_alone = nothing_kept(run.objective), parameters_left_alone(model)
+    kept, left_alone = nothing_kept(run), parameters_left_alone(model)
     with kept, left_alone, evaluation_mode(model), words, uncompiled(model):
         first, last, again = (_losses(run, run.evaluate, row) for row in (*rows, rows[0]))
     if not torch.allclose(first, again, rtol=0, atol=0, equal_nan=True):

@@ -428,8 +428,7 @@ class DPZeroMixin(PublishingTrainer):
     def _outside_optimizer(self, model: nn.Module | None) -> torch.optim.Optimizer:
         """One that shows the learning rate; without rows there is no run to choose a rate for."""
         if self.train_dataset is not None and not self.args.first_order:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            self.optimizer = LearningRate(trained, self.run.args)
+            self.optimizer = LearningRate(list(self.model.parameters()), self.run.args)
             return self.optimizer
         given = self.args.learning_rate
         self.args.learning_rate = CLASSIC["learning_rate"] if given is None else given
@@ -455,14 +454,11 @@ class DPZeroMixin(PublishingTrainer):
         logged, self._diagnostics = self._run.header["log_private_diagnostics"], {}
         if self.args.testing.log_private_diagnostics is not logged:
             logger.warning_once(
-                "testing.log_private_diagnostics was changed during the run, which goes "
-                "on as it began, with "
-                f"{logged}: its report speaks of all steps. Set it before train(), in a new output_dir."
+                "testing.log_private_diagnostics was changed during the run, which goes on as it began, "
+                f"with {logged}. Set it before train(), in a new output_dir."
             )
-        # At each step: a loss may keep what it sees of some of them only.
-        own = None if self.args.not_private else self._run.objective
         try:
-            with overrides.nothing_kept(own):
+            with overrides.nothing_kept(self._run):  # at no step: it may keep what it sees of some
                 statistics = self._run.method.take(inputs, self._rates.take(self.optimizer))
         except ParameterChanged:
             self._tainted = _WRITTEN
