@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -291,11 +293,13 @@ def kept_by(objective: PerExampleLoss | None) -> dict[str, object]:
     if holder is None:
         return {}
     kept = {**vars(holder), **vars(holder.state)}
-    own = [p for p in type(holder).__mro__ if not _is_library(p)]
-    functions = [*kept.values(), *(f for parent in own for f in vars(parent).values())]
-    functions = [getattr(f, "__func__", f) for f in functions]
-    seen = set[int]()
-    for function in functions:  # which grows
+    own = [parent for parent in type(holder).__mro__ if not _is_library(parent)]
+    for number, parent in enumerate(own):  # two may have one name
+        where = parent.__name__ + "'" * number
+        kept |= {f"{where}.{name}": value for name, value in vars(parent).items()}
+    functions, seen = [*kept.values()], set[int]()
+    for given in functions:  # which grows
+        function = getattr(given, "__func__", given)
         if not inspect.isfunction(function) or id(function) in seen or _is_library(function):
             continue
         seen.add(id(function))
@@ -327,9 +331,24 @@ def _content(value: Any, depth: int = 3) -> object:
         if isinstance(value, Mapping):
             return {repr(key): _content(part, depth - 1) for key, part in value.items()}
         return [_content(part, depth - 1) for part in value]
+    if isinstance(
+        value, FunctionType | staticmethod | classmethod | MethodType | functools.partial
+    ):
+        names = (
+            "__self__",
+            "__func__",
+            "__defaults__",
+            "__kwdefaults__",
+            "func",
+            "args",
+            "keywords",
+        )
+        parts = [getattr(value, name, None) for name in names] + [getattr(value, "__dict__", None)]
+        return [_content(part, depth - 1) for part in parts] if depth > 0 else id(value)
     if isinstance(value, nn.Module):
         return [_of_module(module, depth) for module in value.modules()] if depth else id(value)
-    if _is_library(type(value)) or not hasattr(value, "__dict__"):
+    library = _is_library(value if isinstance(value, type) else type(value))
+    if library or not hasattr(value, "__dict__"):
         return id(value)
     return {k: _content(v, depth - 1) for k, v in vars(value).items()} if depth else id(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,6 +142,21 @@ class Averaged(torch.nn.Module):
         return loss
 
 
+class Tracker:
+    """Of a script: a class whose attributes callbacks read."""
+
+    last = 0.0
+
+    def note(self, loss: torch.Tensor) -> torch.Tensor:
+        self.last = float(loss)
+        return loss
+
+
+def noting(loss: torch.Tensor) -> torch.Tensor:
+    noting.last = float(loss)
+    return loss
+
+
 def told(loss: torch.Tensor) -> torch.Tensor:
     TOLD.append(float(loss))  # for a callback that shows it
     return loss
@@ -197,6 +213,29 @@ class Refused:
         return loss
 
     @staticmethod
+    def wrote_to_Mine_sums(self, loss, model, items):
+        self.sums["loss"] += float(loss)  # of the class, not of the trainer
+        return loss
+
+    @staticmethod
+    def wrote_to_Tracker(self, loss, model, items):
+        Tracker.last = float(loss)
+        return loss
+
+    @staticmethod
+    def wrote_to_noting(self, loss, model, items):
+        return noting(loss)
+
+    @staticmethod
+    def wrote_to_of_row(self, loss, model, items, calls=[]):  # noqa: B006
+        calls.append(float(loss))
+        return loss
+
+    @staticmethod
+    def wrote_to_bound(self, loss, model, items):
+        return self.bound(loss)
+
+    @staticmethod
     def reads_other_rows_of_train_dataset(self, loss, model, items):
         count = len(self.train_dataset)  # which is public
         other = self.train_dataset[random.randrange(count)]  # a negative example, say
@@ -230,8 +269,9 @@ def test_a_loss_of_more_than_its_row_is_refused(tmp_path, monkeypatch, words):
     kind = type(
         "Mine", (Mine,), {"of_row": vars(Refused)[words].__func__, "generator": torch.Generator()}
     )
+    kind.sums = Counter()
     trainer = made(kind, tmp_path)
-    trainer.metric, trainer.averaged = Metric(), Averaged()
+    trainer.metric, trainer.averaged, trainer.bound = Metric(), Averaged(), Tracker().note
     SEEN.clear()
     with pytest.raises(ValueError, match=words.replace("_", ".*")):
         trainer.train()
