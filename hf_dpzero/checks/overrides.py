@@ -309,8 +309,10 @@ def kept_by(objective: PerExampleLoss | None) -> dict[str, object]:
                 other = kept.setdefault(name, value) is not value
                 kept |= {f"{name} of {function.__qualname__}": value} if other else {}
                 functions.append(value)
-    of_model = {id(module) for module in holder.model.modules()} | {id(holder.model_wrapped)}
-    return {name: _content(v) for name, v in kept.items() if id(v) not in of_model}
+    # Asked at each step: what is large is watched elsewhere, or out of a loss' reach.
+    others = (holder.model_wrapped, holder.train_dataset, holder.eval_dataset)
+    left_out = {id(thing) for thing in (*holder.model.modules(), *others) if thing is not None}
+    return {name: _content(v) for name, v in kept.items() if id(v) not in left_out}
 
 
 def _is_library(thing: Any) -> bool:
@@ -324,7 +326,8 @@ def _content(value: Any, depth: int = 3) -> object:
     if isinstance(value, np.ndarray):
         return hash(value.tobytes())
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-        return digest_tensors([("", value.detach())])
+        small = value.numel() <= _LARGE**2
+        return digest_tensors([("", value.detach())]) if small else (id(value), value._version)
     if isinstance(value, Mapping | list | tuple | set | deque) and depth:
         if len(value) > _LARGE:
             return id(value), len(value)

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from hf_dpzero import DPZeroTrainer
-from hf_dpzero.checks.overrides import INSTEAD, overriding
+from hf_dpzero.checks.overrides import INSTEAD, kept_by, loss_by_row, overriding
 
 
 def made(kind: type, tmp_path, settings=None, **fields) -> DPZeroTrainer:
@@ -290,6 +290,16 @@ def test_a_loss_that_keeps_its_row_at_a_later_step_is_refused_there(tmp_path, me
     with pytest.raises(ValueError, match="the loss wrote to shown"):
         trainer.train()
     assert trainer.trajectory.next_step == 2 and trainer.state.global_step == 1
+
+
+def test_what_is_large_is_not_read_at_each_step(tmp_path):
+    trainer = made(Mine, tmp_path)
+    trainer.table = torch.zeros(1001, 1000)
+    before = kept_by(loss_by_row(trainer))
+    assert before.keys().isdisjoint(["model", "train_dataset", "eval_dataset"])
+    trainer.table[0] = 1
+    after = kept_by(loss_by_row(trainer))
+    assert [name for name in after if after[name] != before[name]] == ["table"]
 
 
 def test_a_per_example_loss_goes_before_ones_own(tmp_path, caplog):
