@@ -165,7 +165,8 @@ def check_saving(model: nn.Module) -> None:
 
     if hasattr(model, "peft_config"):
         return
-    state = {name: t for name, t in model.state_dict().items() if has_plain_storage(t)}
+    state = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    state = {name: t for name, t in state.items() if has_plain_storage(t)}
     try:
         if isinstance(model, PreTrainedModel):
             remove_tied_weights_from_state_dict(state, model)

@@ -365,7 +365,7 @@ def test_a_forward_that_reads_or_keeps_buffers_is_left_alone():
 def precision(microbatch_size: int = 8, tf32: bool = False) -> SimpleNamespace:
     """Settings of a run without autocast."""
     settings = {"bf16": False, "tf32": tf32, "mixed_precision": "no"}
-    return SimpleNamespace(physical_batch_size=microbatch_size, **settings)
+    return SimpleNamespace(physical_batch_size=microbatch_size, **{"fp16": False} | settings)
 
 
 def with_buffer(buffer: Tensor) -> nn.Module:

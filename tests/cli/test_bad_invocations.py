@@ -145,7 +145,7 @@ TRAIN = [
     ("--gradient_accumulation_steps 0", "gradient_accumulation_steps=0"),
     ("--sampling fixed_size_without_replacement", "replace_one"),
     ("--fp16_full_eval true", "fp16_full_eval"),
-    ("--resume_from_checkpoint", "no checkpoint"),
+    ("--resume_from_checkpoint", "No valid checkpoint"),
 ]
 PLAN = "plan --num_examples 1024 --max_steps 100 --expected_batch_size 64"
 COMMANDS = [

@@ -325,8 +325,8 @@ def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path: Path, monkeyp
             build(tmp_path, **settings_of("dpzero")).train()
     assert not (tmp_path / LEDGER).exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Not a directory|File exists"):
-        build(tmp_path / "file", **settings_of("dpzero")).train()
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        build(tmp_path / "file", **settings_of("dpzero"))
 
 
 def test_rows_that_became_fewer_are_refused(tmp_path: Path) -> None:

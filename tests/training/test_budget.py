@@ -142,7 +142,7 @@ def test_a_ledger_resumes_on_its_own_base_only(tmp_path: Path) -> None:
         with pytest.raises(LedgerError, match="not the base that they began with.*load it again"):
             build(tmp_path, model, **SECRET).train(resume_from_checkpoint=True)
     build(tmp_path, **SECRET).train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match=r"no checkpoint and no trajectory\.ledger"):
+    with pytest.raises(ValueError, match=r"No valid checkpoint found.*no trajectory\.ledger"):
         build(tmp_path / "nothing", **SECRET).train(resume_from_checkpoint=True)
 
 

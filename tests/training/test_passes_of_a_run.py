@@ -97,7 +97,7 @@ def test_passes_before_and_inside_the_first_three_steps(tmp_path, monkeypatch, n
     )  # fmt: skip
     trainer.train()
     found = Passes(counter.before, counter.own, counter.beside)
-    assert trainer.run.args.num_directions == settings.get("num_directions", 32)
+    assert trainer.run.args.num_directions == settings.get("num_directions", 8)
     assert trainer.args.expected_batch_size == 64 and found.own > 0
     assert found.before <= DEMANDED.before and found.beside <= DEMANDED.beside, found
     if not settings:

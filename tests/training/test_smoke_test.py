@@ -278,7 +278,7 @@ def test_sizes_that_no_mask_tells_are_public_or_those_of_all_rows(tmp_path):
 def test_rows_that_run_by_themselves_may_have_any_size(tmp_path, monkeypatch, microbatch_size: int):
     """Whether asked for, or because of what the model couples: nothing stands beside a row."""
     if microbatch_size > 1:
-        monkeypatch.setattr(passes, "couples_values", lambda model: "it couples rows")
+        monkeypatch.setattr(passes, "couples_values", lambda *_: "it couples rows")
     trainer = series_of(tmp_path, [8, 8, 9, 8])
     trainer.args.microbatch_size = microbatch_size
     trainer.train()
