@@ -270,7 +270,7 @@ class PrivacyReport:
         """Derives statement and caveats from the numbers anew; why a run is not private stays."""
         facts, words = asdict(self), self.statement
         if self.private:
-            words = statement(facts, plan.mechanism.distribution, self.tuning)
+            words = statement(facts, plan, self.tuning)
         first, *rest = caveats(facts, plan, self.tuning)
         return replace(self, statement=words, caveats=[first, *federated_caveats(header), *rest])
 

@@ -135,13 +135,13 @@ def needs_secret_batches(plan: PrivacyPlan) -> bool:
     return averaged or plan.sampler.name != "full_batch"
 
 
-def statement(facts: Mapping[str, Any], distribution: str, tuning: Tuning = "none") -> str:
-    """The guarantee in one sentence, and one more where settings were tuned.
+def statement(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none") -> str:
+    """The guarantee in one sentence, and one more where training stopped early or settings were tuned.
 
     Args:
       facts: of a report: epsilon (the total, where tuning is accounted), delta, steps, earlier runs,
         and so on.
-      distribution: of the noise, "gaussian" or "laplace".
+      plan: that ran.
       tuning: the report's `tuning` entry.
 
     Returns:
@@ -159,18 +159,25 @@ def statement(facts: Mapping[str, Any], distribution: str, tuning: Tuning = "non
             f" This does not cover the base model, which came out of an earlier run, {leaky[0]}, which "
             "is NOT PRIVATE for its own training rows."
         )
+    if facts["steps"] < facts["planned_steps"]:
+        afterword = (
+            f" That is of the {facts['steps']} of {facts['planned_steps']} steps that were taken: if "
+            "released values or metrics decided when to stop, as in early stopping, claim the epsilon "
+            f"of the whole plan, {round_up(plan.epsilon(facts['delta']))}.{afterword}"
+        )
     groups = f", group losses ({facts['groups']})" if facts["groups"] else ""
     changing = {name: f"{name} schedule {text}" for name, text in facts["schedules"].items()}
     if "correlation" in changing:  # its kind; the table has the rest
         kind = facts["schedules"]["correlation"].partition(";")[0]
         changing["correlation"] = f"correlated over steps: {kind}"
     schedules = "".join(f" ({text})" for text in changing.values())
+    noise = f"{plan.mechanism.distribution} noise"
     return (
         f"{released} ({round_up(facts['epsilon'])}, "
         f"{delta_words(facts['delta'])})-differentially private under "
         f"{relation_words(facts['neighboring_relation'], facts['privacy_unit'])}: "
         f"{trials}{facts['steps']} steps of {facts['method']} with "
-        f"{sampling.format(q=number(facts['sampling_probability']))}, {distribution} noise of "
+        f"{sampling.format(q=number(facts['sampling_probability']))}, {noise} of "
         f"multiplier {number(facts['noise_multiplier'])}{schedules}{groups}, "
         f"accountant {facts['accountant']}.{afterword}"
     )
@@ -305,13 +312,6 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
     blocks = [_BLOCKS_CAVEAT] if facts["privacy_unit"] == BLOCK else []
     usual = [first, _search(tuning).caveat, *blocks, *rest, *of_base[leaky:]]
     own = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
-    if facts["private"] and facts["steps"] < facts["planned_steps"]:
-        planned = round_up(plan.epsilon(facts["delta"]))
-        own.append(
-            f"Training stopped after {facts['steps']} of {facts['planned_steps']} steps. The spent "
-            "epsilon holds if the decision to stop did not depend on released values or metrics; "
-            f"otherwise claim the epsilon of the whole plan, {planned}."
-        )
     own += [_GROUPS_CAVEAT] if plan.groups is not None else []
     if isinstance(plan.noise_schedule, Given) or isinstance(plan.clip_schedule, GivenFactors):
         own.append(

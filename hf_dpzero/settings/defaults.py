@@ -118,8 +118,8 @@ def take_accumulation(config: DPZeroConfig) -> str:
     config.expected_batch_size = float(rows * times * processes)
     return (
         f"gradient_accumulation_steps={times}: a step's batch is expected_batch_size={rows} x {times} x "
-        f"{processes} (processes) = {rows * times * processes} examples, sampled and noised once. A "
-        "larger expected_batch_size costs less noise."
+        f"{processes} (processes) = {rows * times * processes} examples, sampled and noised once. In a "
+        "larger one each example bears less of the noise, and a step takes longer."
     )
 
 

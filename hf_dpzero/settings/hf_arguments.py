@@ -92,7 +92,7 @@ _WORKS = {
     "hub_revision": "an existing branch",
 }
 _OTHER = {
-    "fp16": "autocast in float16, without a scaler, of zeroth-order runs on CUDA; in bfloat16 elsewhere",
+    "fp16": "without a scaler in zeroth-order runs on CUDA; elsewhere it is bf16",
     "gradient_accumulation_steps": "with per_device_train_batch_size and the number of processes it "
     "makes expected_batch_size, where that is not given",
     "save_only_model": "resuming from its checkpoints is refused",
@@ -103,9 +103,9 @@ _OTHER = {
     "only: training has a data loader of its own",
 }
 _UNUSED = {
-    "per_device_train_batch_size": "a step has expected_batch_size rows, of which it is a factor with "
-    "gradient_accumulation_steps alone; a forward pass has at most microbatch_size, and one where this "
-    "is 1 and rows have no attention_mask",
+    "per_device_train_batch_size": "a step has expected_batch_size rows, and a forward pass at most "
+    "microbatch_size; it is a factor of the former with gradient_accumulation_steps, and 1 lets rows "
+    "without an attention_mask have any size",
     "auto_find_batch_size": "rows of a forward pass are chosen from the memory that is free",
     "train_sampling_strategy": "rows are drawn by sampling, which is what is accounted",
     "enable_jit_checkpoint": "SIGTERM ends the step, writes a whole checkpoint and exits with status "

@@ -175,6 +175,7 @@ def try_metrics(trainer: Trainer) -> None:
         raise
     finally:
         trainer.callback_handler.callbacks, trainer.state.log_history = shown, logged
+        vars(trainer).pop("model_preparation_time", None)  # or each later evaluation logs it
 
 
 def _unmatched(what: str) -> dict[str, float]:

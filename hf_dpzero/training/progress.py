@@ -261,6 +261,7 @@ def follow_scheduler(
     """Sets the rate by a scheduler that was made with another optimizer: optimizers=(None, it)."""
     groups = optimizer.param_groups
     if getattr(getattr(lr_scheduler, "optimizer", None), "param_groups", None) is not groups:
+        vars(lr_scheduler.optimizer)["_opt_called"] = True  # it takes no steps: torch would warn
         for group in groups:
             group["lr"] = scale * lr_scheduler.get_last_lr()[0]
 

@@ -437,7 +437,8 @@ class PublishingTrainer(Trainer):
             hub.write_model_card(self.output_dir)
         else:  # some trainers ask for a card at every checkpoint
             logger.warning_once(
-                "no model card yet: save_model() writes the report that it is made of."
+                f"no model card: {self.output_dir} has no {REPORT_FILE}, which save_model() without a "
+                "folder writes."
             )
 
     def push_to_hub(  # type: ignore[override]

@@ -339,11 +339,10 @@ class SignalCallback(TrainerCallback):
         if self._said_large:
             return
         self._said_large = True
-        chosen = "learning_rate" in self.run.chosen
-        advice = (
-            "It was chosen from the plan, not by you: give a smaller learning_rate in the next run."
-        )
-        advice = advice if chosen else "Lower it."
+        advice = "Lower it."
+        if "learning_rate" in self.run.chosen:
+            final = ", with learning_rate_is_final=True" if self.run.rate_said else ""
+            advice = f"It was chosen from the plan: give a smaller one{final}, or more max_steps."
         _say(
             state,
             f"step {release.step} moved the trained weights by about {update:.2g}, more than their own "

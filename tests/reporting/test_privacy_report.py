@@ -118,9 +118,9 @@ def test_stopping_early_reports_what_was_spent_and_names_the_whole_plan() -> Non
     assert gaussian_delta(0.4, found.epsilon) == pytest.approx(1e-5, rel=1e-3)
     assert (found.steps, found.planned_steps) == (4, 25)
     planned = round_up(full_batch_plan().epsilon(1e-5))
-    stopped = [caveat for caveat in found.caveats if "stopped after 4 of 25" in caveat]
-    assert len(stopped) == 1
-    assert stopped[0].endswith(f"the epsilon of the whole plan, {planned}.")
+    assert "4 of 25 steps that were taken" in found.statement
+    assert found.statement.endswith(f"claim the epsilon of the whole plan, {planned}.")
+    assert "whole plan" not in report(full_batch_plan(), steps=25).statement
 
 
 @pytest.mark.parametrize("steps", [-1, 41])
