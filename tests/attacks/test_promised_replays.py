@@ -14,7 +14,7 @@ from tiny_runs import tiny_model
 from hf_dpzero.cli import main
 from hf_dpzero.experiments.runner import discard_weights
 from hf_dpzero.reporting.hub import build_hub_folder
-from hf_dpzero.run_folder import base_model
+from hf_dpzero.run_folder import initial_values
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_rebuilt_is_not_promised(
         hidden = model.config.hidden_size
         model.classifier = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(hidden, 2))
     if kind == "too_large":
-        monkeypatch.setattr(base_model, "LARGEST", 8)
+        monkeypatch.setattr(initial_values, "LARGEST", 8)
     settings = {"method": "dp-sgd"} if kind == "whole_vectors" else {}
     folder = shipped_run(tmp_path / "run", model, tmp_path / "hub", **settings)
     assert not (folder / VALUES).exists()
