@@ -21,6 +21,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.verification import report_of
+from hf_dpzero.reporting.wording import round_up
 
 SECRET = {**tiny_runs.SECRET, "max_steps": 4}
 
@@ -95,7 +96,8 @@ def test_a_stopped_run_claims_its_completed_steps_beside_the_plan(tmp_path: Path
     assert report.planned_epsilon == trainer.plan.epsilon(1e-3)
     headline = str(report).splitlines()[0]
     assert "after 3 of 9 steps; the whole plan costs epsilon = " in headline
-    assert any("whole plan" in caveat for caveat in report.caveats)
+    planned = round_up(report.planned_epsilon)
+    assert report.statement.endswith(f"claim the epsilon of the whole plan, {planned}.")
 
 
 # ---- resuming
