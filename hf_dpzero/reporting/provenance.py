@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -108,9 +107,7 @@ def trained_as(origin: Origin) -> str | None:
 
 def _report_beside(record: Path) -> PrivacyReport | str:
     """A report; else why there is none: it cannot be read, or is not of the weights beside it."""
-    if (
-        record.name != REPORT_FILE
-    ):  # a ledger or a trajectory is a record as well, of what is not known
+    if record.name != REPORT_FILE:  # but a ledger or a trajectory
         return "No report says what was spent."
     try:
         return report_of(record.parent)
@@ -189,7 +186,7 @@ def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
     """The report and the ledger of a run that is to be extended, compared with each other.
 
     Args:
-      folder: its output_dir, after `save_model`; read again only where its files changed.
+      folder: its output_dir, after `save_model`.
 
     Returns:
       The report, its words derived from its numbers, and the trajectory.
@@ -198,21 +195,13 @@ def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
       LedgerError: the folder has no ledger, or one with other steps than were saved.
       ValueError: the report is missing, of something else, not private, or accounts for a search.
     """
-    source, stamps = Path(folder), list[tuple[int, int]]()
+    source = Path(folder)
     for name in (LEDGER_NAME, REPORT_FILE, SHIPPING_NAME):
         if not (source / name).is_file():
             raise LedgerError(
                 f"extends_run={folder!r} has no {name}: give the output_dir of a run whose model was "
                 "saved there (trainer.save_model()); a checkpoint or a downloaded model is none."
             )
-        found = (source / name).stat()
-        stamps.append((found.st_size, found.st_mtime_ns))
-    return _read_extended(folder, tuple(stamps))
-
-
-@functools.lru_cache(maxsize=8)
-def _read_extended(folder: str, stamps: tuple[Any, ...]) -> tuple[PrivacyReport, Trajectory]:
-    source = Path(folder)
     ledger = Trajectory.load(source / LEDGER_NAME)
     report, shipped = agreeing(PrivacyReport.load(source / REPORT_FILE), source)
     # The ledger may be ahead of the saved model: a crash after the last save, or a resumed run.

@@ -155,10 +155,8 @@ def remove_older(limit: int | None, state: TrainerState, run: Path, newest: Path
     """As Trainer's rotation, but one is gone at once; those of a later step are an earlier attempt's."""
     if limit is None or limit <= 0:
         return
-    kept = {
-        newest.name,
-        Path(state.best_model_checkpoint or newest).name,
-    }  # the best is loaded last
+    # The best is loaded last.
+    kept = {newest.name, Path(state.best_model_checkpoint or newest).name}
     found = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
     found.sort(key=lambda path: (step_of(path) <= step_of(newest), step_of(path)))
     spare = [path for path in found if path.name not in kept]

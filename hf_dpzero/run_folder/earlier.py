@@ -133,13 +133,9 @@ def _spent(run: Run) -> dict[str, Any]:
         plan, steps = PrivacyPlan.from_dict(ledger.header["plan"]), ledger.next_step
         report = PrivacyReport.from_header(ledger.header, steps=steps, delta=run.delta, plan=plan)
         plans += [*plan.after, (replace(plan, after=()), steps)]
-        runs.append(
-            {
-                **{"folder": path.parent.name, "method": plan.mechanism.name},
-                **{"steps": steps, "planned_steps": plan.steps},
-                "epsilon": report.epsilon if report.private else None,
-            }
-        )
+        facts = {"folder": path.parent.name, "method": plan.mechanism.name, "steps": steps}
+        spent = report.epsilon if report.private else None
+        runs.append({**facts, "planned_steps": plan.steps, "epsilon": spent})
     if not runs:
         return {}
     together = None

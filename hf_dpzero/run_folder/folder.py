@@ -136,7 +136,7 @@ def ledger_header(run: Run) -> dict[str, Any]:
         "tuning": args.tuning,
         "noise_source": run.noise.stated_name,
         "privacy_unit": args.privacy_unit,
-        "sampler_key_is_secret": args.testing.sampler_key is None,
+        "sampler_key_is_secret": args.testing.sampler_key is None and not args.not_private,
         "log_private_diagnostics": args.testing.log_private_diagnostics,
         "versions": versions(),
     }

@@ -303,9 +303,8 @@ class PublishingTrainer(Trainer):
     def _prepare_for_training(self, *args: Any, **settings: Any) -> Any:
         with fsdp.prepared(self.accelerator) if self.shards else contextlib.nullcontext():
             prepared = super()._prepare_for_training(*args, **settings)
-        self.callback_handler.train_dataloader = (
-            self.get_train_dataloader()
-        )  # the public part of it
+        # The public part of it.
+        self.callback_handler.train_dataloader = self.get_train_dataloader()
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -458,8 +458,7 @@ class DPZeroMixin(PublishingTrainer):
                 f"with {logged}. Set it before train(), in a new output_dir."
             )
         try:
-            with overrides.nothing_kept(self._run):  # at no step: it may keep what it sees of some
-                statistics = self._run.method.take(inputs, self._rates.take(self.optimizer))
+            statistics = self._run.method.take(inputs, self._rates.take(self.optimizer))
         except ParameterChanged:
             self._tainted = _WRITTEN
             raise
