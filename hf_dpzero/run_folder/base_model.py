@@ -48,8 +48,6 @@ _ADVICE = (
     "the report then says so."
 )
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
-READ_ROWS = ("eva", "corda", "lora_ga")
-"""PEFT's `init_lora_weights` that are computed from rows."""
 SUBTRACTED = frozenset(("pissa", "olora"))
 """Those that are computed from the weights alone, and taken off them; a script's own may read rows."""
 UNRELATED = 0.1
@@ -234,7 +232,8 @@ def trained_adapters(
       covered: addresses (`data_ptr`) of tensors that are known; layers of these are left out.
       residual: weights that lack what their layers add, which may then add something.
     """
-    of_rows = {key for key, init in initialisations(model).items() if init in READ_ROWS}
+    # PEFT has other kinds that read rows; `check_adapters` refuses them, for they change the base.
+    of_rows = {key for key, init in initialisations(model).items() if init == "eva"}
     found = []
     for name, layer in model.named_modules():
         balanced = f"{name}.base_layer.weight" in residual
