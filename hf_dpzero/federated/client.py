@@ -167,11 +167,10 @@ class LocalClient:
         header = {
             "client": self.name,
             "contract_digest": self._digest.hex(),
-            "num_values": self.local.mechanism.values_per_release,
             "noise_source": self.noise.stated_name,
             **self.local.to_dict(),
         }
-        return MessageLog(path, header)
+        return MessageLog(path, header, self.local.mechanism.values_per_release)
 
     def _known(self) -> Trajectory:
         """Opens the run's public releases as far as this client has them; K numbers a round."""

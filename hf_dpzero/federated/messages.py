@@ -9,33 +9,21 @@ u64, and 16 bytes of the contract's digest; then the body; then a CRC-32 of all 
 so that a client that is up to date costs 36 + 8 + 4 K bytes down and 36 + 4 K bytes up. Joining is JSON,
 once. A checksum finds accidents, not forgers: who sent a message is known by the transport.
 
-A `MessageLog` is a client's own ledger, and the server's list of all that it took: as a `Trajectory`
-(`ledger/log_file.py`) a JSON header with its checksum, then records of fixed size (round u64, client
-u32, K float32, CRC-32). Rounds may be missing: a client that was away released nothing.
+A `MessageLog` is a client's own ledger, and the server's list of all that it took.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_dpzero.ledger.log_file import (
-    LedgerError,
-    append_whole,
-    create_whole,
-    header_lines,
-    locked,
-    never_written,
-    split_header,
-)
-from hf_dpzero.ledger.trajectory import Release
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 
 MAGIC = b"dpz1"
 ASK, VALUES, BEHIND, NOTHING = 1, 2, 3, 4
@@ -46,7 +34,6 @@ MAX_RELEASES = 2**16 - 1
 RELEASED_NAME = "released.ledger"
 """A client's own ledger, in its folder: what it released, written before it is sent."""
 
-FORMAT, VERSION = "hf_dpzero.federated_messages", 1
 _HEAD = struct.Struct(f"<4sBBHQ{DIGEST_BYTES}s")
 _KINDS = {ASK: "ask", VALUES: "values", BEHIND: "behind", NOTHING: "nothing"}
 
@@ -189,12 +176,14 @@ Messages = dict[tuple[int, int], tuple[float, ...]]
 class MessageLog:
     """An append-only list of (round, client, values), held by one process while it is open.
 
-    Guarantee: what `append` accepted is on disk, whole, before it returns, once for each round and
-    client; a changed byte is noticed; values come back bit for bit (they are float32 numbers).
+    Guarantee: that of `Trajectory`, whose file it is, and one message for each round and client. The
+    step of a record counts messages; round and client stand before its values, exact in float32 below
+    2^24. Rounds may be missing: a client that was away released nothing.
 
     Args:
       path: of the file.
       header: what the messages belong to; JSON-safe. One that exists must have the same.
+      num_values: K.
 
     Attributes:
       messages: all of them, by (round, client).
@@ -203,51 +192,28 @@ class MessageLog:
       LedgerError: damaged, of other settings, or held by another process.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        self.path = path
-        self.header = {"format": FORMAT, "version": VERSION, **header}
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # where another process was first, the lock decides between the two
-            with contextlib.suppress(FileExistsError):
-                create_whole(path, header_lines(self.header))
-        self._lock = locked(path)
-        try:
-            self.messages = self._read()
-        except BaseException:
-            self.close()
-            raise
-
-    def _read(self) -> Messages:
-        raw = self.path.read_bytes()
-        own, messages, size = _parse(raw, self.path)
-        names = own.keys() | self.header.keys()
-        if changed := sorted(name for name in names if own.get(name) != self.header.get(name)):
-            raise LedgerError(
-                f"{self.path} belongs to other settings ({', '.join(changed)} differ): what it spent "
-                "stays spent. Put the settings back to go on, or take another output_dir."
-            )
-        if size != len(raw):  # cut short by a crash, before anything was sent
-            os.truncate(self.path, size)
-        return messages
+    def __init__(self, path: Path, header: Mapping[str, Any], num_values: int) -> None:
+        opened = Trajectory.open if path.exists() else Trajectory.create
+        self._file = opened(path, {**header, "num_values": 2 + num_values})
+        self.messages = _messages(self._file)
 
     def append(self, number: int, client: int, values: Sequence[float]) -> None:
         """Adds a message; on return it is on disk.
 
         Raises:
-          LedgerError: that client has a message for that round.
+          LedgerError: that client has a message for that round; or as `Trajectory.append`.
         """
         if (number, client) in self.messages:
-            raise LedgerError(f"{self.path} has a message of client {client} for round {number}.")
-        layout = _layout(self.header)
-        record = layout.pack(number, client, *values)
-        append_whole(self.path, _sealed(record))
-        # unpacked again: a reader of the file must not see other numbers than this process
-        self.messages[number, client] = layout.unpack(record)[2:]
+            raise LedgerError(
+                f"{self._file.path} has a message of client {client} for round {number}."
+            )
+        record = (float(number), float(client), *values)
+        self._file.append(Release(self._file.next_step, record, 0.0))
+        self.messages[number, client] = tuple(values)
 
     def close(self) -> None:
         """Lets other processes open the file."""
-        self._lock.close()
+        self._file.close()
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], Messages]:
@@ -256,31 +222,10 @@ def read_log(path: Path) -> tuple[dict[str, Any], Messages]:
     Raises:
       LedgerError: it is damaged.
     """
-    return _parse(path.read_bytes(), path)[:2]
+    file, _ = Trajectory._parse(path.read_bytes(), path)
+    return file.header, _messages(file)
 
 
-def _layout(header: Mapping[str, Any]) -> struct.Struct:
-    return struct.Struct(f"<QI{int(header['num_values'])}f")
-
-
-def _parse(raw: bytes, path: Path) -> tuple[dict[str, Any], Messages, int]:
-    """Returns the header, the messages, and how many bytes hold them."""
-    header, body = split_header(raw, path)
-    layout = _layout(header)
-    size = layout.size + 4
-    records = [body[i : i + size] for i in range(0, len(body) // size * size, size)]
-    damaged = [i for i, record in enumerate(records) if _sealed(record[:-4]) != record]
-    # after a loss of power the last record may be zeros: it was never synced, so nothing was sent
-    at_end = damaged == [len(records) - 1] and len(body) == len(records) * size
-    if at_end and never_written(raw, len(raw) - size):
-        del records[-1]
-    elif damaged:
-        raise LedgerError(
-            f"{path}: record {damaged[0]} is corrupt (checksum), so what was spent is "
-            "unknown; restore the file from a copy."
-        )
-    messages: Messages = {}
-    for record in records:
-        number, client, *values = layout.unpack(record[:-4])
-        messages[number, client] = tuple(values)
-    return header, messages, len(raw) - len(body) + len(records) * size
+def _messages(file: Trajectory) -> Messages:
+    rows = (release.values for release in file.releases)
+    return {(int(number), int(client)): tuple(values) for number, client, *values in rows}

@@ -93,8 +93,8 @@ class RoundServer:
         opened = Trajectory.open if resume else Trajectory.create
         self.trajectory = opened(folder / LEDGER_NAME, contract)
         self.num_values = self.trajectory.num_values
-        header = {"contract_digest": self.digest.hex(), "num_values": self.num_values}
-        self.log = MessageLog(folder / MESSAGES_NAME, header)
+        header = {"contract_digest": self.digest.hex()}
+        self.log = MessageLog(folder / MESSAGES_NAME, header, self.num_values)
         self.members: dict[str, Member] = {}
         self.strangers: Counter[str] = Counter()
         self.taken: dict[str, tuple[float, ...]] = {}

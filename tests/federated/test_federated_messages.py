@@ -82,14 +82,16 @@ def test_malformed_messages_are_refused(raw, why):
 
 # ------------------------------------------------------------------ the log
 
+RECORD = 8 + 8 + 4 * (2 + 2) + 4  # of a trajectory's file, with round and client before two values
+
 
 def test_a_message_log_keeps_whole_records(tmp_path):
     path = tmp_path / "new" / "messages.ledger"
-    header = {"contract_digest": "ab", "num_values": 2}
+    header = {"contract_digest": "ab"}
     first, second = {(0, 1): (1.5, -2.0)}, {(4, 0): (0.5, 3.0)}
 
     def opened(**changes):
-        return contextlib.closing(MessageLog(path, {**header, **changes}))
+        return contextlib.closing(MessageLog(path, {**header, **changes}, 2))
 
     with opened() as log:
         log.append(0, 1, (1.5, -2.0))
@@ -97,12 +99,15 @@ def test_a_message_log_keeps_whole_records(tmp_path):
         with pytest.raises(LedgerError, match="has a message of client 1 for round 0"):
             log.append(0, 1, (1.5, -2.0))
         with pytest.raises(LedgerError, match="another run"):
-            MessageLog(path, header)
+            MessageLog(path, header, 2)
         assert log.messages == read_log(path)[1] == first | second
-    with pytest.raises(LedgerError, match="contract_digest differ"), opened(contract_digest="cd"):
+    with pytest.raises(LedgerError, match="contract_digest"), opened(contract_digest="cd"):
         pass
     raw = path.read_bytes()
-    for lost in (raw[:-3], raw[:-24] + bytes(24)):  # cut short; made longer and never written
+    for lost in (
+        raw[:-3],
+        raw[:-RECORD] + bytes(RECORD),
+    ):  # cut short; made longer and never written
         path.write_bytes(lost)
         assert read_log(path)[1] == first and path.read_bytes() == lost
         with opened() as log:
@@ -110,5 +115,5 @@ def test_a_message_log_keeps_whole_records(tmp_path):
             log.append(4, 0, (0.5, 3.0))
         assert path.read_bytes() == raw
     path.write_bytes(raw[:-10] + b"\x07" + raw[-9:])
-    with pytest.raises(LedgerError, match="record 1 is corrupt"), opened():
+    with pytest.raises(LedgerError, match="record after step 0 is corrupt"), opened():
         pass
