@@ -18,10 +18,12 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -130,8 +132,12 @@ class Sampler(Described, ABC):
 class PoissonSampler(Sampler):
     """Each example is in the batch independently with probability q = B / n.
 
-    Batches vary in size and may be empty; an empty batch is a step like any other. Example i is in
-    iff its 64-bit word is below floor(q 2^64), so its probability is at most q and at least q - 2^-64.
+    Batches vary in size and may be empty; an empty batch is a step like any other. The probability is
+    p = floor(q 2^64) / 2^64: at most q, and above q - 2^-64. Time and memory are O(B), whatever n is.
+
+    The batch is a uniform set of N rows, N binomial. So a set S of s rows has the probability
+    P(N = s) / (n choose s) = p^s (1 - p)^(n - s): each row is in independently with probability p. A
+    data set with a row less, sampled with the same p, has the same distribution over the other rows.
 
     >>> PoissonSampler(num_examples=4, expected_batch_size=4).batch(0, bytes(32)).tolist()
     [0, 1, 2, 3]
@@ -141,10 +147,10 @@ class PoissonSampler(Sampler):
 
     def _indices(self, step: int, key: bytes) -> np.ndarray:
         threshold = inclusion_threshold(self.sampling_probability)
-        words = _words(self.num_examples, step, key, b"poisson", attempt=0)
         if threshold >= 2**64:
             return np.arange(self.num_examples, dtype=np.int64)
-        return np.flatnonzero(words < np.uint64(threshold)).astype(np.int64)
+        count = _binomial(self.num_examples, threshold, step, key)
+        return _subset(self.num_examples, count, step, key, b"poisson")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,19 +292,61 @@ def inclusion_threshold(probability: float) -> int:
     return math.floor(Fraction(probability) * 2**64)
 
 
-def _subset(
-    n: int, size: int, step: int, key: bytes, domain: bytes, attempt: int = 0
-) -> np.ndarray:
-    """Draws a uniform subset of range(n): the positions of its `size` smallest words."""
-    if size >= n:
-        return np.arange(n, dtype=np.int64)
-    words = _words(n, step, key, domain, attempt)
-    kept, dropped = np.partition(words, (size - 1, size))[size - 1 : size + 1]
-    # With a tie the place in the data set would decide; given that there is none, all subsets are
-    # equally likely, because the words are exchangeable.
-    if kept == dropped:
-        return _subset(n, size, step, key, domain, attempt + 1)
-    return np.flatnonzero(words <= kept).astype(np.int64)
+def _binomial(n: int, threshold: int, step: int, key: bytes, bits: int = 128) -> int:
+    """Draws how many of n independent events of probability threshold / 2^64 happen, exactly.
+
+    It is the k with F(k - 1) <= U < F(k), for the binomial distribution function F and U uniform in
+    [0, 1), whose binary digits are the stream. Where `bits` of U and of F do not decide, more do.
+    """
+    lowest, sums, lacking = _binomial_sums(n, threshold, bits)
+    digits = int.from_bytes(_stream(bits // 8, step, key, b"poisson count"), "big")
+    # F(k) is (sum + x) / (all + y) for some x <= y <= lacking: in [sum, sum + lacking] / total.
+    total = sums[-1] + lacking
+    place = bisect_left(sums, -(-(digits + 1) * total >> bits))
+    if place == len(sums) or sums[place - 1] + lacking > digits * total >> bits:
+        return _binomial(n, threshold, step, key, 2 * bits)
+    return lowest + place - 1
+
+
+@lru_cache(maxsize=4)
+def _binomial_sums(n: int, threshold: int, bits: int) -> tuple[int, list[int], int]:
+    """Returns a count, sums of the weights of no, one, two, ... counts from it on, and what they lack.
+
+    A weight is its neighbour's towards the mode times a ratio, at most 1, rounded down: it lacks less
+    than n units. So do those that are left out as zero: all but O(sqrt(B)). A sum lacks (n + 1)^2 at
+    most, and the mode's weight has `bits` more.
+    """
+    rest, mode = 2**64 - threshold, (n + 1) * threshold >> 64
+    above = [1 << bits + 2 * (n + 1).bit_length()]
+    under = above.copy()
+    while above[-1]:
+        k = mode + len(above)
+        above.append(above[-1] * (n - k + 1) * threshold // (k * rest))
+    while under[-1] and len(under) <= mode:
+        k = mode - len(under)
+        under.append(under[-1] * (k + 1) * rest // ((n - k) * threshold))
+    weights = [*under[:0:-1], *above]
+    return mode - len(under) + 1, list(accumulate(weights, initial=0)), (n + 1) ** 2
+
+
+def _subset(n: int, size: int, step: int, key: bytes, domain: bytes) -> np.ndarray:
+    """Draws a uniform subset of range(n): the first `size` different places of a stream of uniform ones.
+
+    More than half of range(n) is what another such subset leaves, so that few places come twice.
+    """
+    if size > n // 2:
+        inside = np.ones(n, dtype=bool)
+        inside[_subset(n, n - size, step, key, domain)] = False
+        return np.flatnonzero(inside)
+    taken = size + size // 2 + 8  # how much of the stream is read changes nothing but the time
+    while True:
+        words = _words(taken, step, key, domain)
+        # Words from the last whole multiple of n on would favour low places.
+        places = words[words <= np.uint64(2**64 // n * n - 1)] % np.uint64(n)
+        first = np.sort(np.unique(places, return_index=True)[1])
+        if len(first) >= size:
+            return np.sort(places[first[:size]]).astype(np.int64)
+        taken *= 2
 
 
 def place_order(count: int, step: int, key: bytes) -> np.ndarray:
@@ -335,9 +383,13 @@ def _permutation(n: int, step: int, key: bytes, domain: bytes, attempt: int = 0)
     return order.astype(np.int64)
 
 
-def _words(n: int, step: int, key: bytes, domain: bytes, attempt: int) -> np.ndarray:
+def _words(n: int, step: int, key: bytes, domain: bytes, attempt: int = 0) -> np.ndarray:
     """Returns n independent uniform 64-bit words, a pure function of the arguments."""
+    return np.frombuffer(_stream(8 * n, step, key, domain, attempt), dtype="<u8")
+
+
+def _stream(size: int, step: int, key: bytes, domain: bytes, attempt: int = 0) -> bytes:
+    """Returns the first bytes of a stream, a pure function of the other arguments."""
     address = step.to_bytes(8, "little") + attempt.to_bytes(8, "little")
     label = b"hf_dpzero.sampling." + domain.ljust(16, b"\0")
-    stream = hashlib.shake_256(label + key + address).digest(8 * n)
-    return np.frombuffer(stream, dtype="<u8")
+    return hashlib.shake_256(label + key + address).digest(size)

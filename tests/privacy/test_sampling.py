@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from hf_dpzero.privacy import sampling
 from hf_dpzero.privacy.sampling import (
     FixedBatchesSampler,
     FixedSizeSampler,
@@ -23,9 +24,9 @@ from hf_dpzero.privacy.sampling import (
 
 KEY = bytes(range(32))
 GOLDEN = {  # recorded once; a change breaks every run that resumes
-    "poisson": [4, 19, 22, 24, 29, 30, 36, 38, 44, 45],
-    "truncated": [4, 19, 22, 24, 30],
-    "fixed": [4, 11, 18, 21, 23],
+    "poisson": [1, 5, 26, 42, 43, 46, 47],
+    "truncated": [1, 5, 42, 43, 46],
+    "fixed": [23, 24, 41, 45, 46],
 }
 FALSE_ALARM = 1e-7
 
@@ -38,21 +39,82 @@ def words_by_the_book(n: int, step: int, domain: bytes, attempt: int = 0) -> lis
     return [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(n)]
 
 
-def test_poisson_is_the_documented_function_of_key_and_step():
-    sampler = PoissonSampler(num_examples=200, expected_batch_size=30)
-    for step in (0, 1, 2**40):
-        words = words_by_the_book(200, step, b"poisson")
-        expected = [i for i, w in enumerate(words) if w * 200 < 30 * 2**64]
-        assert sampler.batch(step, KEY).tolist() == expected
-        assert sampler.batch(step, KEY).dtype == np.int64
+def subset_by_the_book(n: int, size: int, step: int, domain: bytes) -> list[int]:
+    """The first `size` different places of a stream of uniform ones, or what they leave."""
+    if 2 * size > n:
+        return sorted(set(range(n)) - set(subset_by_the_book(n, n - size, step, domain)))
+    found: list[int] = []
+    for word in words_by_the_book(20 * n, step, domain):
+        if len(found) < size and word < 2**64 // n * n and word % n not in found:
+            found.append(word % n)
+    return sorted(found)
+
+
+def exact_binomial(n: int, p: Fraction) -> list[Fraction]:
+    return [math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)]
+
+
+@pytest.mark.parametrize("q", [0.1, 0.15, 0.6])
+def test_poisson_is_the_documented_function_of_key_and_step(q):
+    """The number of rows by inversion in rational arithmetic, then a uniform subset of that size."""
+    n = 40
+    chances = exact_binomial(n, Fraction(inclusion_threshold(q * n / n), 2**64))
+    sampler, sizes = PoissonSampler(num_examples=n, expected_batch_size=q * n), set()
+    for step in (*range(25), 2**40):
+        first, second = words_by_the_book(2, step, b"poisson count")
+        digits = first.to_bytes(8, "little") + second.to_bytes(8, "little")
+        uniform = Fraction(int.from_bytes(digits, "big"), 2**128)
+        size = sum(uniform >= below for below in itertools.accumulate(chances))
+        batch = sampler.batch(step, KEY)
+        assert batch.tolist() == subset_by_the_book(n, size, step, b"poisson")
+        assert batch.dtype == np.int64
+        sizes.add(size)
+    assert len(sizes) > 5
+
+
+@pytest.mark.parametrize(("n", "quarters"), [(3, 1), (4, 3), (5, 2)])
+def test_the_number_of_rows_is_binomial_exactly(n, quarters, monkeypatch):
+    """All first digits of U in turn, so few that more are taken where these do not decide."""
+    bits, seen, asked = 2 * n + 2, Counter(), []
+    for digits in range(2**bits):
+        # Ends in a third of a unit: at no boundary, for these are multiples of 4^-n.
+        uniform = (3 * digits + 1) * 2 ** (8192 - bits) // 3
+
+        def stream(size, *_, uniform=uniform):
+            asked.append(size)
+            return (uniform >> (8192 - 8 * size)).to_bytes(size, "big")
+
+        monkeypatch.setattr(sampling, "_stream", stream)
+        seen[sampling._binomial(n, quarters * 2**62, 0, KEY, bits=8)] += 1
+    chances = exact_binomial(n, Fraction(quarters, 4))
+    assert [seen[k] for k in range(n + 1)] == [2**bits * chance for chance in chances]
+    assert max(asked) > 1  # eight bits did not always decide
+
+
+def test_time_and_memory_of_a_step_follow_from_the_batch(monkeypatch):
+    """A hundred million rows: a few hundred words of the stream, and of weights."""
+    read, stream = [], sampling._stream
+    monkeypatch.setattr(sampling, "_stream", lambda size, *a: read.append(size) or stream(size, *a))
+    for sampler in (
+        PoissonSampler(num_examples=10**8, expected_batch_size=64),
+        TruncatedPoissonSampler(num_examples=10**8, expected_batch_size=64, max_batch_size=65),
+        FixedSizeSampler(num_examples=10**8, expected_batch_size=64),
+    ):
+        read.clear()
+        assert 20 < len(sampler.batch(3, KEY)) < 120 and sum(read) < 8 * 400
+    threshold = inclusion_threshold(64 / 10**8)
+    lowest, sums, lacking = sampling._binomial_sums(10**8, threshold, 128)
+    assert lowest == 0 and len(sums) < 400 and lacking == (10**8 + 1) ** 2
+    expected = stats.binom.cdf(np.arange(len(sums) - 1), 10**8, 64 / 10**8)
+    assert np.allclose([s / sums[-1] for s in sums[1:]], expected, rtol=1e-7, atol=1e-30)
 
 
 def test_streams_are_pinned_so_that_a_resumed_run_continues_its_own_batches():
     sizes = {"num_examples": 50, "expected_batch_size": 5}
-    assert PoissonSampler(**sizes).batch(0, KEY).tolist() == GOLDEN["poisson"]
+    assert PoissonSampler(**sizes).batch(4, KEY).tolist() == GOLDEN["poisson"]
     assert FixedSizeSampler(**sizes).batch(3, KEY).tolist() == GOLDEN["fixed"]
     truncated = TruncatedPoissonSampler(**sizes, max_batch_size=5)
-    assert truncated.batch(0, KEY).tolist() == GOLDEN["truncated"]
+    assert truncated.batch(4, KEY).tolist() == GOLDEN["truncated"]
 
 
 @pytest.mark.parametrize("q", [1e-6, 0.016, 1 / 3, 0.1, 0.5, 1 - 2**-53])
@@ -102,12 +164,40 @@ def test_fixed_size_sets_are_equally_likely():
     assert stats.chisquare(list(seen.values())).pvalue > FALSE_ALARM
 
 
-def test_fixed_size_redraws_when_the_boundary_is_tied(monkeypatch):
-    """Ties at the boundary would favour low indices; only the second draw decides here."""
-    draws = [np.array([5, 5, 9], dtype=np.uint64), np.array([9, 5, 4], dtype=np.uint64)]
-    monkeypatch.setattr("hf_dpzero.privacy.sampling._words", lambda *a, **k: draws[a[4]])
-    sampler = FixedSizeSampler(num_examples=3, expected_batch_size=1)
-    assert sampler.batch(0, KEY).tolist() == [2]
+def test_words_that_would_favour_low_places_and_places_taken_are_passed_over(monkeypatch):
+    """Three rows: of 2^64 = 3 m + 1 words the last is left out, and a place counts once."""
+    words = np.array([2**64 - 1, 1, 4, 1, 2**64 - 2], dtype=np.uint64)
+    monkeypatch.setattr(sampling, "_words", lambda count, *a: words[:count])
+    assert sampling._subset(3, 1, 0, KEY, b"").tolist() == [1]
+    assert sampling._subset(3, 2, 0, KEY, b"").tolist() == [0, 2]  # what [1] leaves
+    assert sampling._subset(6, 2, 0, KEY, b"").tolist() == [1, 4]
+    assert sampling._subset(5, 2, 0, KEY, b"").tolist() == [1, 4]
+
+
+@pytest.mark.false_alarm(0)  # a fixed key
+@pytest.mark.parametrize("q", [0.3, 0.7])
+def test_poisson_sets_of_four_rows_have_the_probability_of_independent_ones(q):
+    """All 16 sets, by chi-square; another q, or drawing with replacement, is found."""
+    steps = 6000
+    sampler = PoissonSampler(num_examples=4, expected_batch_size=4 * q)
+    seen = Counter(tuple(sampler.batch(step, KEY).tolist()) for step in range(steps))
+
+    def p(q: float) -> float:
+        return stats.chisquare(
+            [seen[s] for size in range(5) for s in itertools.combinations(range(4), size)],
+            [
+                steps * q**size * (1 - q) ** (4 - size)
+                for size in range(5)
+                for _ in range(math.comb(4, size))
+            ],
+        ).pvalue
+
+    assert p(q) > FALSE_ALARM
+    assert p(q + 0.03) < 1e-8
+    # With replacement two draws are one place of four in a quarter of cases.
+    pairs = sum(seen[s] for s in itertools.combinations(range(4), 2))
+    expected = steps * 6 * q**2 * (1 - q) ** 2
+    assert abs(pairs - expected) < 6 * math.sqrt(expected) < expected / 4
 
 
 @pytest.mark.false_alarm(0)  # a fixed key
