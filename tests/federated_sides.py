@@ -12,6 +12,7 @@ from tiny_runs import build, tiny_data
 
 from hf_dpzero.federated.client import Replica
 from hf_dpzero.federated.messages import RELEASED_NAME, read_log
+from hf_dpzero.federated.plan import SMALLEST_CLIP
 from hf_dpzero.federated.run import InProcess, Rounds, ServerRun, learning_rates
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side
@@ -36,11 +37,14 @@ def side(
     }
     if own.get("own_rows"):  # as `Side.build`
         values["expected_batch_size"] = 1
+    if left_out := values.pop("clip_left_out", False):  # as `Settings.load`
+        values["clip"] = SMALLEST_CLIP
     trainer = build(
         folder, data=data if data is not None else tiny_data(60), max_steps=rounds, **values
     )
     recipe_args = copy.copy(trainer.args)
     recipe_args.expected_batch_size = settings.get("expected_batch_size", 12)
+    recipe_args.clip_left_out = left_out
     chosen = Settings(recipe="none", clients=clients, rounds=rounds, **own)
     recipe: Any = SimpleNamespace(training=recipe_args, to_yaml=lambda: "")
     return Side(chosen, recipe, Replica(trainer))

@@ -50,7 +50,9 @@ def leaving_out(what: str) -> Iterator[None]:
         logger.info(f"{what} ({type(error).__name__})")  # its words may quote a row
 
 
-def public_microbatches(run: Run) -> list[Mapping[str, Tensor]]:
+def public_microbatches(
+    run: Run, most: int = precision_diagnostics.ROWS
+) -> list[Mapping[str, Tensor]]:
     """A few rows of eval_dataset, or random tokens, in passes of the run; those with most rows first."""
     if run.evaluation is None:
         tokens = precision_diagnostics.random_tokens(run.probe(), run.model) or {}
@@ -58,7 +60,7 @@ def public_microbatches(run: Run) -> list[Mapping[str, Tensor]]:
         rows = Rows(drawn, default_collate)
     else:
         rows = run.rows_of(run.evaluation)
-    chosen = list(range(min(precision_diagnostics.ROWS, len(rows.dataset))))
+    chosen = list(range(min(most, len(rows.dataset))))
     if run.shapes is None:
         size = run.args.physical_batch_size
         return [rows.collate_rows(chosen[i : i + size]) for i in chosen[::size]]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from hf_dpzero.checks.public_rows import leaving_out, public_microbatches
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.federated.messages import (
     ASK,
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PUBLIC_ROWS = 64
+"""So many, at most, say how large differences are."""
+
 ROWS_FILE = Path("_private") / "rows.json"
 
 
@@ -61,9 +65,13 @@ class Replica:
         prepare(self.run)
 
     def follow(self, contract: Mapping[str, Any]) -> None:
-        """Snaps the base weights to the contract's grid; from then on the replica is at round 0."""
+        """Snaps the base weights to the contract's grid; from then on the replica is at round 0.
+
+        Before any release it may follow another contract of the same base and directions.
+        """
         self.run.ledger = Trajectory(contract)
-        self.method = ZerothOrderMethod(self.run, None)
+        if not hasattr(self, "method"):
+            self.method = ZerothOrderMethod(self.run, None)
 
     @property
     def round(self) -> int:
@@ -107,6 +115,16 @@ class Replica:
             chunks = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
             batches = [rows.collate_rows(chunk) for chunk in chunks]
             parts = [PaddedMicrobatch(batch, num_examples(batch)) for batch in batches]
+        return self._measured(parts)
+
+    def public_norms(self) -> Tensor | None:
+        """Measures public rows as `differences` does: float64 norms [B]; None where there are none."""
+        norms = None
+        with leaving_out("public rows were not measured"):
+            norms = self._measured(public_microbatches(self.run, PUBLIC_ROWS)).norm(dim=1)
+        return norms
+
+    def _measured(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
         directions = directions_of(self.round, self.run.header)
         with self.method.reads.own_step(), isolated_randomness():
             differences: Tensor = self.method.step.differences(parts, directions)

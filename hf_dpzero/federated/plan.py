@@ -36,6 +36,8 @@ from hf_dpzero.federated.messages import DIGEST_BYTES, MAX_RELEASES
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import flat
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
+from hf_dpzero.privacy.mechanisms.adaptive import MIN_CLIP_CHANGE
+from hf_dpzero.privacy.mechanisms.base import MAX_CLIP
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import (
     PoissonSampler,
@@ -43,6 +45,7 @@ from hf_dpzero.privacy.sampling import (
     new_sampler_key,
     place_order,
 )
+from hf_dpzero.settings.defaults import CLASSIC
 
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
@@ -73,7 +76,7 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
     "clipping": (
         ("fixed",),
         "clients would clip differently, and their mean would be of different things; use clipping: "
-        "fixed, and give clip and num_directions too, whose defaults are others there",
+        "fixed, or leave clipping and clip out: public rows then choose a clip for all",
     ),
     "load_best_model_at_end": ((False,), "a run ends with its last round; leave it out"),
     "schedules.noise": ((None,), _MISSED_ROUND),
@@ -102,9 +105,13 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
 }
 """By setting: the values that rounds of many clients have an account for, and why no others."""
 
-CHOSEN_BY_SERVER = ("direction_key", "sampling_probability")
-"""What a client takes from the server. The guarantee holds along any directions; of probabilities
-`check_probability` refuses those that would cost more than the client agreed to."""
+CHOSEN_BY_SERVER = ("direction_key", "sampling_probability", "median_norm")
+"""What a client takes from the server, with the clip where its recipe leaves it out. The guarantee holds
+along any directions; of probabilities `check_probability` refuses those that would cost more than the
+client agreed to, and of clips `check_clip` those that its model was not checked for."""
+
+SMALLEST_CLIP = CLASSIC["clip"] * MIN_CLIP_CHANGE
+"""For which a model is checked whose clip is left out, as where it adapts."""
 
 _NOT_COMPARED = ("versions", "format", "version")
 _TAIL = 50.0  # an honest message is refused with probability below 2 exp(-50) = 4e-22
@@ -305,6 +312,17 @@ def check_probability(config: DPZeroConfig, offered: float | None, own: float) -
             "delta pays for it. Use a larger expected_batch_size."
         )
     return float(offered)
+
+
+def check_clip(offered: object) -> float:
+    """Returns a server's clip; noise is proportional to it, so that epsilon is the same with any.
+
+    Raises:
+      PlanError: no number, or below the clips that the client's model was checked for.
+    """
+    if not isinstance(offered, float) or not SMALLEST_CLIP <= offered <= MAX_CLIP:
+        raise PlanError(f"the server's clip={offered!r} is no number from {SMALLEST_CLIP:g} on.")
+    return offered
 
 
 # ------------------------------------------------------------------ the contract

@@ -25,7 +25,7 @@ from hf_dpzero.federated.messages import MessageError
 from hf_dpzero.federated.plan import LocalPlan
 from hf_dpzero.federated.report import federated_report, save_costliest, save_report
 from hf_dpzero.federated.server import RoundServer
-from hf_dpzero.federated.setup import CLIENTS, Settings, Side
+from hf_dpzero.federated.setup import CLIENTS, CLIPPED_FROM, Settings, Side
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Release
 from hf_dpzero.reporting.public import RECIPE_FILE
@@ -261,18 +261,22 @@ class Rounds:
 # ------------------------------------------------------------------ learning rates
 
 
-def learning_rates(config: DPZeroConfig, plans: Sequence[LocalPlan] = ()) -> list[float]:
+def learning_rates(
+    config: DPZeroConfig, plans: Sequence[LocalPlan] = (), slope: float | None = None
+) -> list[float]:
     """Returns alpha_r of every round, by the recipe's scheduler.
 
     Args:
       config: of the recipe.
       plans: of the clients from whose noise a rate is chosen that the recipe leaves out.
+      slope: see `rate_of_noise`.
     """
     import torch
     from transformers import get_scheduler
 
     chosen = "learning_rate" in config.chosen
-    first = chosen_rate(plans, config.lr_scheduler_type) if chosen else config.learning_rate
+    schedule_of = config.lr_scheduler_type
+    first = chosen_rate(plans, schedule_of, slope) if chosen else config.learning_rate
     rate = CLASSIC["learning_rate"] if first is None else first
     rounds = config.max_steps
     schedule = config.lr_scheduler_kwargs or {}
@@ -294,12 +298,15 @@ def learning_rates(config: DPZeroConfig, plans: Sequence[LocalPlan] = ()) -> lis
     return rates
 
 
-def chosen_rate(plans: Sequence[LocalPlan], schedule: SchedulerType | str) -> float | None:
+def chosen_rate(
+    plans: Sequence[LocalPlan], schedule: SchedulerType | str, slope: float | None = None
+) -> float | None:
     """Returns the rate of `settings.defaults` for the mean of clients with these plans.
 
     Args:
       plans: of the clients that take part in a round, one clip for all.
       schedule: `lr_scheduler_type`.
+      slope: see `rate_of_noise`.
 
     Returns:
       alpha > 0; None if no client adds noise.
@@ -310,7 +317,7 @@ def chosen_rate(plans: Sequence[LocalPlan], schedule: SchedulerType | str) -> fl
         return None
     clip, expected = mechanisms[0].clip, math.fsum(m.expected_batch_size for m in mechanisms)
     summed = clip * noise / expected * math.sqrt(plans[0].rounds)
-    return rate_of_noise(summed, clip, mechanisms[0].num_directions, schedule)
+    return rate_of_noise(summed, clip, mechanisms[0].num_directions, schedule, slope)
 
 
 # ------------------------------------------------------------------ the server's run
@@ -351,11 +358,12 @@ class ServerRun:
           min_clients, patience: see `Rounds`.
         """
         members = self.server.members.values()
+        slope = CLIPPED_FROM * (self.server.trajectory.header["median_norm"] or 0.0)
         self.rounds = Rounds(
             self.server,
             transport,
             # of the clients that the folder remembers from the first round on: resumed, the same
-            lambda: learning_rates(self.config, [m.local for m in members if m.joined == 0]),
+            lambda: learning_rates(self.config, [m.local for m in members if not m.joined], slope),
             min_clients=min_clients,
             patience=patience,
         )

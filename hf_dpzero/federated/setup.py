@@ -18,11 +18,13 @@ import numpy as np
 from hf_dpzero.federated.client import LocalClient, Replica, check_same_rows
 from hf_dpzero.federated.messages import pack_json, unpack_json
 from hf_dpzero.federated.plan import (
+    SMALLEST_CLIP,
     ContractError,
     LocalPlan,
     Participation,
     PlanError,
     adopt,
+    check_clip,
     check_plan,
     check_probability,
     check_settings,
@@ -34,6 +36,7 @@ from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError, split_header
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.perturbation.directions import new_key
+from hf_dpzero.privacy.mechanisms.base import MAX_CLIP
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
@@ -43,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 CLIENTS = "clients"
 """Where the clients of a simulation keep their folders, in the run's output_dir."""
+
+CLIPPED_FROM = 0.5
+"""C over the median norm of public rows' differences, where it is left out: noise shrinks with C, and
+what is clipped keeps its sign."""
 
 _OF_ONE_MACHINE = (  # entries of a ledger's header about one data set: each client has its own
     *("plan", "target_epsilon", "target_delta", "tuning", "noise_source", "privacy_unit"),
@@ -83,6 +90,8 @@ class Settings:
         if self.rounds is not None:
             words += ["--max_steps", str(self.rounds)]
         recipe = load_recipe(self.recipe, words)
+        if recipe.training.clip_left_out:  # until the contract says: see `Side.start_server`
+            recipe.training.clipping, recipe.training.clip = "fixed", SMALLEST_CLIP
         check_settings(recipe.training)
         if self.clients < 1:
             raise ValueError(f"clients={self.clients}; at least one must take part.")
@@ -116,7 +125,7 @@ class Side:
       replica: on the recipe's rows that are on this machine.
       contract: None until a server offered one, or this side made one.
       clients: of this process that joined, by name.
-      plans: by rows and probability; calibrating one takes seconds.
+      plans: by rows, probability and clip; calibrating one takes seconds.
     """
 
     settings: Settings
@@ -124,7 +133,7 @@ class Side:
     replica: Replica
     contract: dict[str, Any] | None = None
     clients: dict[str, LocalClient] = field(default_factory=dict)
-    plans: dict[tuple[int, float], LocalPlan] = field(default_factory=dict)
+    plans: dict[tuple[int, float, float], LocalPlan] = field(default_factory=dict)
 
     @classmethod
     def build(cls, settings: Settings, output_dir: str | Path) -> Side:
@@ -143,7 +152,9 @@ class Side:
         if args.target_epsilon is not None:  # the plan of this trainer is not used: see `LocalPlan`
             args.target_epsilon, args.noise_multiplier = None, 1.0
         trainer = build_trainer(dataclasses.replace(recipe, training=args))
-        return cls(settings, recipe, Replica(trainer))
+        replica = Replica(trainer)
+        recipe.training.num_directions = replica.run.args.num_directions
+        return cls(settings, recipe, replica)
 
     @property
     def num_examples(self) -> int:
@@ -180,7 +191,7 @@ class Side:
                 "rounds": int(args.max_steps),
                 "participation": self.settings.participation,
                 "sampling": args.sampling,
-                "clip": args.clip,
+                "clip": self.recipe.training.clip,
                 "noise_distribution": args.noise_distribution,
                 "neighboring_relation": args.neighboring_relation,
             },
@@ -194,7 +205,7 @@ class Side:
 
     def plan_of(self, num_examples: int, sampling_probability: float) -> LocalPlan:
         """Returns the plan of a client with so many rows; calibrated once for each number."""
-        key = (num_examples, sampling_probability)
+        key = (num_examples, sampling_probability, self.recipe.training.clip)
         if key not in self.plans:
             self.plans[key] = local_plan(
                 self.recipe.training,
@@ -269,7 +280,11 @@ class Side:
     def _made(
         self, name: str, client: int, folder: Path, contract: Mapping[str, Any]
     ) -> LocalClient:
-        offered = adopt(self.own_contract(), contract)
+        own = self.own_contract()
+        if self.contract is None and self.recipe.training.clip_left_out:
+            clip = check_clip(contract["federated"]["clip"])
+            own["federated"]["clip"] = self.recipe.training.clip = clip
+        offered = adopt(own, contract)
         rows = self.rows_of(client)
         local = self.plan_of(
             len(rows), self._agreed(offered["sampling_probability"], num_examples=len(rows))
@@ -315,11 +330,8 @@ class Side:
 
         Raises:
           LedgerError: see `RoundServer`.
-          PlanError: a shard without a plan; nothing is written then.
+          PlanError: a shard without a plan, or no clip; nothing is written then.
         """
-        if not self.settings.own_rows:
-            for size in {len(self.rows_of(client)) for client in range(self.settings.clients)}:
-                self.plan_of(size, self.probability())
         contract = {"direction_key": f"{new_key():032x}", **self.own_contract()}
         if resume:
             ledger = folder / LEDGER_NAME
@@ -328,11 +340,38 @@ class Side:
             self._check_same_shards(folder)
             header, _ = split_header(ledger.read_bytes(), ledger)
             contract["direction_key"] = header["direction_key"]
+            contract["median_norm"], clip = header["median_norm"], header["federated"]["clip"]
+        else:
+            self.replica.follow(contract)
+            contract["median_norm"], clip = self._measured()
+        if self.recipe.training.clip_left_out:
+            contract["federated"]["clip"] = self.recipe.training.clip = clip
+        if not self.settings.own_rows:
+            for size in {len(self.rows_of(client)) for client in range(self.settings.clients)}:
+                self.plan_of(size, self.probability())
         server = RoundServer(folder, contract, resume=resume)
         self.contract = dict(server.trajectory.header)
         self.replica.follow(self.contract)
         self.replica.catch_up(server.trajectory.releases)
         return server
+
+    def _measured(self) -> tuple[float | None, float]:
+        """Returns the median norm of public rows' differences, or None, and a clip that follows from it.
+
+        Raises:
+          PlanError: nothing that it could follow from, and none is given.
+        """
+        norms = self.replica.public_norms()
+        median = float(norms.median()) if norms is not None and len(norms) else None
+        clip, given = CLIPPED_FROM * (median or 0.0), not self.recipe.training.clip_left_out
+        words = f"{CLIPPED_FROM:g} of the median norm of public rows' differences"
+        if not given and not SMALLEST_CLIP <= clip <= MAX_CLIP:
+            raise PlanError(
+                f"clip, which is left out, is {words}, {median}: give validation_file, or clip."
+            )
+        if not given:
+            logger.warning("clip=%.6g for all clients: %s.", clip, words)
+        return median, clip
 
     def _check_same_shards(self, folder: Path) -> None:
         """Refuses another number of clients: rows would move to clients that count other rounds."""

@@ -79,6 +79,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         return values
 
     accumulated_rows = 0  # of a process, where expected_batch_size was made of accumulation
+    clip_left_out = False  # and so adaptive, which clients cannot do together
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """As in TrainingArguments. Every Trainer asks for it when its training starts; scripts may.

@@ -17,7 +17,8 @@ With little noise that rate has no end, and curvature bounds it: a step of alpha
 of slope g by alpha g^2 - alpha^2 g^2 u'Hu / 2: most at alpha u'Hu = 1, not at all from 2 on, and the K
 directions of a step add up. For losses that are log-likelihoods u'Hu is near the mean of the examples'
 (u'g_i)^2, and C bounds the norm of K such slopes of a typical example: u'Hu is about C^2 / K. So alpha
-is at most `CURVED` K / C^2, which public numbers say before any row was seen.
+is at most `CURVED` K / C^2, which public numbers say before any row was seen. Where a unit along a
+direction is known to change losses by more than C (`slope`), one C of both squares is that.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def fill_in(config: DPZeroConfig) -> None:
         ):
             chosen.add("learning_rate")
         if config.clip is None and config.clipping is None:
-            config.clipping = "adaptive"
+            config.clipping, config.clip_left_out = "adaptive", True
             if config.num_directions is None:
                 chosen.add("num_directions")
     for name, value in CLASSIC.items():
@@ -203,7 +204,11 @@ def learning_rate(plan: PrivacyPlan, schedule: SchedulerType | str) -> float:
 
 
 def rate_of_noise(
-    noise: float, clip: float, directions: int, schedule: SchedulerType | str
+    noise: float,
+    clip: float,
+    directions: int,
+    schedule: SchedulerType | str,
+    slope: float | None = None,
 ) -> float:
     """The rate of the first step, for noise of any origin.
 
@@ -212,13 +217,15 @@ def rate_of_noise(
       clip: C.
       directions: K.
       schedule: `lr_scheduler_type`, a word or Hugging Face's enumeration.
+      slope: what a unit along a direction changes a loss by, where it is known to be more than C.
 
     Returns:
       alpha > 0.
     """
+    slope = max(clip, slope or 0.0)
     word = str(getattr(schedule, "value", schedule))
     decay = math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
-    return min(NOISE_SHARE * decay / (clip * noise), CURVED * directions / clip**2)
+    return min(NOISE_SHARE * decay / (slope * noise), CURVED * directions / (slope * clip))
 
 
 class Rate(NamedTuple):

@@ -60,6 +60,19 @@ def test_a_run_writes_its_report_and_can_be_replayed(recipe, tmp_path, capsys):
     assert run(recipe, *words) == 2 and "go on with --resume" in capsys.readouterr().err
 
 
+def test_a_recipe_of_init_runs_as_it_is(recipe, tmp_path, caplog):
+    """Its clip, K and rate are left out: public rows choose the clip, the noise and they the rate."""
+    values = yaml.safe_load(recipe.read_text())
+    left_out = ("clip", "num_directions", "learning_rate")
+    recipe.write_text(yaml.safe_dump({k: v for k, v in values.items() if k not in left_out}))
+    words = ("--clients", "2", "--engine", "in_process", "--rounds", "3")
+    assert run(recipe, *words) == 0 and "clip=" in caplog.text
+    check(tmp_path / "out-federated", 2, 3)
+    header = Trajectory.load(tmp_path / "out-federated" / "trajectory.safetensors").header
+    assert header["federated"]["clip"] == header["median_norm"] / 2 and header["num_values"] == 32
+    assert run(recipe, *words, "--resume") == 0
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

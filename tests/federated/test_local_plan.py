@@ -17,7 +17,7 @@ from tiny_runs import config
 
 from hf_dpzero.federated.plan import LocalPlan, PlanError, local_plan
 from hf_dpzero.federated.run import ServerRun, chosen_rate, learning_rates
-from hf_dpzero.federated.setup import Side
+from hf_dpzero.federated.setup import CLIPPED_FROM, Side
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
@@ -158,6 +158,15 @@ def test_a_rate_is_chosen_from_the_noise_of_all_clients(tmp_path):
     assert rate * deviation * clip == pytest.approx(NOISE_SHARE, rel=1e-9)
 
 
+def test_a_small_clip_makes_no_large_rate(tmp_path):
+    """Differences of norm 6 C: a unit along a direction moves losses by 6 C, not by C."""
+    for noise in (45.0, 1e-3):  # what noise allows, and what curvature does
+        plans = [plan(tmp_path, 60, 0.2, max_steps=4, noise_multiplier=noise)]
+        clip, rate = plans[0].mechanism.clip, chosen_rate(plans, "linear")
+        assert chosen_rate(plans, "linear", 6 * clip) == pytest.approx(rate / 6, rel=1e-9)
+        assert chosen_rate(plans, "linear", clip / 6) == rate
+
+
 def test_a_run_takes_the_chosen_rate_and_keeps_it(tmp_path):
     made, server = started(tmp_path, noise_multiplier=1.5)
     config = made.recipe.training
@@ -167,8 +176,9 @@ def test_a_run_takes_the_chosen_rate_and_keeps_it(tmp_path):
     run.run(rounds_of(made, run.server).transport)
     members = run.server.members
     first = [members[name].local for name in NAMES]
-    expected = learning_rates(config, first)
-    assert expected[0] == chosen_rate(first, config.lr_scheduler_type)
+    slope = CLIPPED_FROM * run.server.trajectory.header["median_norm"]
+    expected = learning_rates(config, first, slope)
+    assert expected[0] == chosen_rate(first, config.lr_scheduler_type, slope)
     assert [r.learning_rate for r in run.server.trajectory.releases] == expected
     members["late"] = dataclasses.replace(members[NAMES[0]], name="late", joined=3)
     assert run.rounds.learning_rates() == expected

@@ -12,13 +12,14 @@ from federated_sides import NAMES, client_folder, interrupted, released, rounds_
 from tiny_runs import build, same, tiny_data, tiny_model, weights
 
 from hf_dpzero.federated.messages import ASK, VALUES, Message, MessageError, pack, unpack
-from hf_dpzero.federated.plan import ContractError, PlanError, contract_digest
+from hf_dpzero.federated.plan import SMALLEST_CLIP, ContractError, PlanError, contract_digest
 from hf_dpzero.federated.report import federated_report
 from hf_dpzero.federated.run import InProcess, ServerRun
 from hf_dpzero.federated.setup import shard
 from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.replay import replay
+from hf_dpzero.ledger.replay import directions_of, replay
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.objectives.losses import PaddedMicrobatch
 
 ONE = NAMES[:1]
 HEAD, RELEASE = 36, 8 + 12  # bytes of a message's head, and of a release of three values
@@ -349,6 +350,41 @@ def test_a_client_with_another_base_or_plan_does_not_join(tmp_path):
     assert contract_digest({**header, "versions": {}}) == server.digest == contract_digest(header)
     for change in ({"smoothing": 2.0}, {"direction_key": "0" * 32}):
         assert contract_digest({**header, **change}) != server.digest
+
+
+LEFT_OUT = {"clip_left_out": True, "noise_multiplier": 1.5}
+
+
+def test_a_clip_that_is_left_out_follows_from_public_rows_and_is_the_same_for_all(tmp_path):
+    made, server = started(tmp_path, **LEFT_OUT)
+    run = made.replica.run
+    public, directions = run.rows_of(run.evaluation), directions_of(0, run.header)
+    rows = [PaddedMicrobatch(public.collate_rows([i]), 1) for i in range(len(run.evaluation))]
+    norms = made.replica.method.step.differences(rows, directions).norm(dim=1)
+    made.replica.method.settle_()
+    header = server.trajectory.header
+    assert header["median_norm"] == pytest.approx(float(norms.median()), rel=1e-3)
+    assert header["federated"]["clip"] == header["median_norm"] / 2 == made.recipe.training.clip
+    rounds_of(made, server).run()
+    assert server.members[NAMES[0]].local.mechanism.clip == header["federated"]["clip"]
+    server.close()
+    again, resumed = started(tmp_path, resume=True, **LEFT_OUT)
+    assert again.recipe.training.clip == header["federated"]["clip"] and resumed.round == 4
+    other = side(tmp_path / "other", **LEFT_OUT)  # a client elsewhere, whose model is other rows'
+    other.join("x", 0, tmp_path / "x", resumed.invitation())
+    assert other.clients["x"].local.mechanism.clip == header["federated"]["clip"]
+    assert other.replica.run.plan.smallest_clip == SMALLEST_CLIP  # what it was checked for
+
+
+@pytest.mark.parametrize("clip", [SMALLEST_CLIP / 2, float("inf"), float("nan"), "5", True, None])
+def test_a_servers_clip_is_no_word_and_not_below_what_was_checked(tmp_path, clip):
+    other = side(tmp_path, **LEFT_OUT)
+    contract = other.own_contract()
+    contract["federated"]["clip"] = clip
+    invitation = json.dumps({"contract": contract}).encode()
+    with pytest.raises((PlanError, MessageError), match="clip=|JSON"):
+        other.join("x", 0, tmp_path / "x", invitation)
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_declared_plan_is_checked_by_the_server(tmp_path):
