@@ -25,7 +25,14 @@ from hf_dpzero.perturbation.coordinates import AnySegment, Coordinates
 from hf_dpzero.perturbation.directions import LANES, Direction, largest_coordinate
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.torch_reference import Parts, Pieces, Sweep
-from hf_dpzero.perturbation.segments import CHUNK, Change, GridSegment, GridState, Stacked
+from hf_dpzero.perturbation.segments import (
+    CHUNK,
+    Change,
+    GridSegment,
+    GridState,
+    Stacked,
+    WeightDecay,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -86,6 +93,7 @@ class ParameterSpace(Coordinates):
         self.decayed = set(self.names if decayed is None else decayed)
         self._last_update: dict[Direction, float] = {}
         self._pending: dict[Direction, float] = {}
+        self._decay: WeightDecay | None = None  # that waits, with an update
         self._ages: dict[Direction, int] = {}  # of the update that waits
         self.position: Position = ()
         self._failed = False
@@ -146,7 +154,8 @@ class ParameterSpace(Coordinates):
     @property
     def settled(self) -> bool:
         """Whether the tensors hold theta: no perturbation stands, no update waits."""
-        return not self.position and not self._pending and not self._failed
+        waits = self.position or self._pending or self._decay is not None
+        return not waits and not self._failed
 
     @property
     def waiting(self) -> bool:
@@ -178,11 +187,12 @@ class ParameterSpace(Coordinates):
             self._failed = (
                 True  # and remains so where a change raises: some tensors have moved then
             )
-            if changes:
+            if changes or self._decay is not None:
                 with dispatch.together():
                     for segment in self._segments:
-                        self.traffic += segment.apply_(changes)
+                        self.traffic += segment.apply_(changes, self._decay)
             self.position, self._pending, self._failed = tuple(position), {}, False
+            self._decay = None
         self._last_update = update or self._last_update  # the next shares its window's directions
         for u in self._streams.keys() - new.keys() - self._last_update.keys():
             del self._streams[u]
@@ -383,14 +393,10 @@ class ParameterSpace(Coordinates):
                 f"update coefficients {tuple(coefficients)} with decay {decay} are not finite, or "
                 "out of range; nothing was changed. Lower learning_rate (or weight_decay)."
             )
-        if decay:
-            self.settle_()  # decay multiplies what stands there, which must be theta alone
         with interrupts_held_back():
             if decay:
                 decayed = np.array([name in self.decayed for name in self.names])
-                stream = self.stream(directions[0])
-                for segment in self._segments:
-                    segment.decay_(decay, stream, decayed[segment.numbers.astype(np.int64)])
+                self._decay = WeightDecay(decay, self.stream(directions[0]), decayed)
             for segment in self._grids:
                 segment.make_room_(growth, self._reach, len(coefficients), self.settle_)
             self._pending = dict(zip(directions, coefficients, strict=True))

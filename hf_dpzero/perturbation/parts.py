@@ -6,7 +6,7 @@ On a GPU it need not be: one launch reaches tensors wherever they lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,13 +17,12 @@ from hf_dpzero.perturbation.directions import DITHER_STEP, Words
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.torch_reference import Part, Parts, Sweep
 from hf_dpzero.perturbation.segments import (
-    SLICE,
     Change,
-    Chunk,
     GridSegment,
     RoundedSegment,
     Segment,
     Stacked,
+    WeightDecay,
 )
 
 
@@ -73,19 +72,13 @@ class _InPlaces(Segment):
     def _part_of(self, m: int, start: int, stop: int) -> Part:
         return Part(start, stop, int(self.firsts[m]) + start, None, self.flat.device)
 
-    def _chunks(self) -> Iterator[Chunk]:
-        for m, flat in enumerate(self.flats):
-            for start in range(0, flat.numel(), SLICE):
-                stop = min(start + SLICE, flat.numel())
-                yield Chunk(flat[start:stop], self._part_of(m, start, stop), slice(m, m + 1))
-
 
 class GridParts(_InPlaces, GridSegment):
     """float32 tensors on their grids that are not moved next to each other."""
 
-    def apply_(self, changes: Sequence[Change]) -> int:
+    def apply_(self, changes: Sequence[Change], decay: WeightDecay | None = None) -> int:
         """Makes the changes in place; returns the bytes of parameters read and written."""
-        dispatch.sweep_each(self.sweep(changes), self._in_place)
+        dispatch.sweep_each(self.sweep(changes, decay), self._in_place)
         return self._bytes()
 
     def new_stack(self, copies: int) -> Stacked:

@@ -9,7 +9,7 @@ precisions in a `RoundedSegment`; those that stay where they are in `parts`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
@@ -25,6 +25,7 @@ from hf_dpzero.perturbation.directions import (
 )
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.kernels.torch_reference import (
+    Decay,
     Members,
     Part,
     Parts,
@@ -36,7 +37,6 @@ from hf_dpzero.perturbation.kernels.torch_reference import (
 from hf_dpzero.perturbation.trainable import gathered
 
 CHUNK = 1 << 19  # coordinates worked on at a time by torch operations
-SLICE = 1 << 16  # the same, where a dozen temporaries of that size are made
 _SLACK = 1.0 - 2.0**-10  # of a grid's range: room for the rounding of perturbations
 
 
@@ -51,6 +51,25 @@ class Change(NamedTuple):
     new: float
     update: float
     age: int = 0
+
+
+class WeightDecay(NamedTuple):
+    """theta <- (1 - rate) theta for some tensors, before any update, rounded stochastically.
+
+    Attributes:
+      rate: in [0, 1].
+      stream: its tensor words start the dithers.
+      decayed: bool, which of the space's tensors.
+    """
+
+    rate: float
+    stream: DirectionStream
+    decayed: NDArray[np.bool_]
+
+    @property
+    def alone(self) -> list[Change]:
+        """What to add where a sweep has nothing else to: 0."""
+        return [Change(self.stream, 0.0, 0.0, 0.0)]
 
 
 class GridState(TypedDict):
@@ -70,14 +89,6 @@ class Stacked(NamedTuple):
 
     flats: list[Tensor]
     tensors: list[Tensor]
-
-
-class Chunk(NamedTuple):
-    """Some elements of a segment: their values, where they lie, which members they may be of."""
-
-    values: Tensor
-    part: Part
-    own: slice
 
 
 class Segment:
@@ -159,13 +170,15 @@ class Segment:
         """The elements start .. stop of one tensor."""
         return Part(start, stop, start, None, self.flat.device)
 
-    def _chunks(self) -> Iterator[Chunk]:
-        """All elements, a slice at a time."""
-        size = self.flat.numel()
-        for start in range(0, size, SLICE):
-            stop = min(start + SLICE, size)
-            part = Part(start, stop, start, self.members, self.flat.device)
-            yield Chunk(self.flat[start:stop], part, slice(None))
+    def _decay(
+        self, decay: WeightDecay, after: int = 0, spacing: NDArray[np.float64] | None = None
+    ) -> Decay:
+        """The decay as a part of a sweep, after some of its terms, on grids if there are any."""
+        rates = np.where(decay.decayed[self.numbers.astype(np.int64)], decay.rate, 0.0)
+        words, rates = decay.stream.tensor_words(self.numbers)[3], rates.astype(np.float32)
+        steps = np.ones(len(rates)) if spacing is None else spacing
+        rates = rates if spacing is None else (-rates / spacing).astype(np.float32)
+        return Decay(after, rates, steps.astype(np.float32), self._shifted(words))
 
 
 class GridSegment(Segment):
@@ -253,9 +266,9 @@ class GridSegment(Segment):
         if needed > self.exponents[m]:
             self._regrid_(m, needed)
 
-    def apply_(self, changes: Sequence[Change]) -> int:
+    def apply_(self, changes: Sequence[Change], decay: WeightDecay | None = None) -> int:
         """Makes the changes in place; returns the bytes of parameters read and written."""
-        dispatch.sweep(self.sweep(changes), self.flat, self.flat, self.offset, self.members)
+        dispatch.sweep(self.sweep(changes, decay), self.flat, self.flat, self.offset, self.members)
         return 2 * self.flat.nbytes
 
     def new_stack(self, copies: int) -> Stacked:
@@ -276,10 +289,15 @@ class GridSegment(Segment):
             dispatch.sweep(self.sweep([change]), plus[k], self.flat, self.offset, self.members)
         torch.sub(self.flat, plus, out=minus).add_(self.flat)  # exact on the grid
 
-    def sweep(self, changes: Sequence[Change]) -> Sweep:
+    def sweep(self, changes: Sequence[Change], decay: WeightDecay | None = None) -> Sweep:
         """Returns what the changes add to every tensor."""
+        spacing, within = self.spacing, None
+        if decay is not None:  # of theta alone: what stands there is taken off first
+            standing = [Change(c.stream, c.old, 0.0, 0.0) for c in changes if c.old]
+            rest = [c._replace(old=0.0) for c in changes if c.new or c.update] or decay.alone
+            changes, within = [*standing, *rest], self._decay(decay, len(standing), spacing)
         keys = np.stack([change.stream.key for change in changes])
-        spacing, of_changes = self.spacing, np.array([change[1:4] for change in changes])
+        of_changes = np.array([change[1:4] for change in changes])
         if changes[0].stream.distribution == "rademacher":
             # All of a coordinate's change is +-amount.
             old, new, update = of_changes.T[:, :, None]
@@ -294,29 +312,16 @@ class GridSegment(Segment):
                 # One stochastic rounding of the coefficient for the whole tensor: as unbiased for a
                 # coordinate (E[update] = c u) as one of its own, and free.
                 amounts[updated] += grids.snapped_stochastically(update[updated], spacing, uniforms)
-            return Sweep("add_signs", keys, [np.ascontiguousarray(amounts, np.float32)])
+            return Sweep(
+                "add_signs", keys, [np.ascontiguousarray(amounts, np.float32)], decay=within
+            )
         scales = np.array([change.stream.scale for change in changes])
         # Rounded to float32, then in grid steps, which is exact.
         rates = (of_changes * scales[:, None]).astype(np.float32)
         old, new, update = np.ascontiguousarray(rates.T[:, :, None] / spacing, np.float32)
         dithers = [self._shifted(c.stream.update_dither(self.numbers, c.age)) for c in changes]
         steps = [new, old, update, spacing.astype(np.float32), np.stack(dithers)]
-        return Sweep("add_normals", keys, steps)
-
-    def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
-        """Makes theta <- (1 - decay) theta for some members, rounded stochastically.
-
-        Args:
-          decay: in [0, 1].
-          stream: its tensor words start the dithers.
-          decayed: bool [M], which members.
-        """
-        rates = np.where(decayed, -decay, 0.0).astype(np.float32)
-        spacings, words = self.spacing.astype(np.float32), stream.tensor_words(self.numbers)[3]
-        for values, part, own in self._chunks():
-            spacing, dithers = part.of(spacings[own]), part.dither(words[own])
-            steps = values * part.of(rates[own]) / spacing
-            values += stochastically_rounded(steps, dithers) * spacing
+        return Sweep("add_normals", keys, steps, decay=within)
 
     def add_dense_(
         self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float
@@ -357,10 +362,11 @@ class RoundedSegment(Segment):
         """Refuses weights that are not finite; there is no grid to put them on."""
         grids.exponent_for(self.agree(grids.largest_magnitude(self.flat)))
 
-    def apply_(self, changes: Sequence[Change]) -> int:
+    def apply_(self, changes: Sequence[Change], decay: WeightDecay | None = None) -> int:
         """Updates, then perturbs anew from the settled values; returns the bytes read and written."""
         updates, standing = [c for c in changes if c.update], [c for c in changes if c.new]
-        update = self.sweep(updates, "update") if updates else None
+        updates = updates or ([] if decay is None else decay.alone)
+        update = self.sweep(updates, "update", decay) if updates else None
         if standing:
             copied = self._put_aside() if self.settled is None else 0
             return copied + self._perturb(self.sweep(standing), update)
@@ -395,7 +401,12 @@ class RoundedSegment(Segment):
         assert self.settled is not None
         self.flat.copy_(self.settled)
 
-    def sweep(self, changes: Sequence[Change], part: Literal["new", "update"] = "new") -> Sweep:
+    def sweep(
+        self,
+        changes: Sequence[Change],
+        part: Literal["new", "update"] = "new",
+        decay: WeightDecay | None = None,
+    ) -> Sweep:
         """Returns what one part of the changes adds, rounded with dithers that start at words."""
         keys, first = np.array([change.stream.key for change in changes]), changes[0]
         coefficients = [getattr(change, part) * change.stream.scale for change in changes]
@@ -404,16 +415,8 @@ class RoundedSegment(Segment):
         else:
             words = first.stream.perturbation_dither(self.numbers)
         shared = first.stream.distribution != "rademacher", np.array(coefficients, np.float32)
-        return Sweep("add_rounded", keys, [self._shifted(words)], shared)
-
-    def decay_(self, decay: float, stream: DirectionStream, decayed: NDArray[np.bool_]) -> None:
-        """Makes theta <- (1 - decay) theta for some members, as `GridSegment.decay_`."""
-        rates = np.where(decayed, decay, 0.0).astype(np.float32)
-        words = stream.tensor_words(self.numbers)[3]
-        for held, part, own in self._chunks():
-            values = held.float()
-            left = values - values * part.of(rates[own])
-            held.copy_(half_precision(left, part.dither(words[own]), held.dtype))
+        within = None if decay is None else self._decay(decay)
+        return Sweep("add_rounded", keys, [self._shifted(words)], shared, within)
 
     def add_dense_(
         self, m: int, start: int, values: Tensor, stream: DirectionStream, reach: float

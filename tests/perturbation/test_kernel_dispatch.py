@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.directions import DITHER_STEP, Direction
 from hf_dpzero.perturbation.kernels import dispatch, numba_kernels, torch_reference
-from hf_dpzero.perturbation.kernels.dispatch import Members, Terms
+from hf_dpzero.perturbation.kernels.dispatch import Decay, Members, Terms
 from hf_dpzero.perturbation.kernels.torch_reference import half_precision, stochastically_rounded
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
@@ -38,11 +38,22 @@ class Case(NamedTuple):
     offset: int
     rest: tuple[Any, ...]
     members: Members | None
+    decay: Decay | None = None
 
     def run(self, backend: Any, out: Tensor, source: Tensor, pieces: Any = None) -> Tensor:
         name = {"signs": "add_signs", "normals": "add_normals"}.get(self.kind, "add_rounded")
-        getattr(backend, name)(out, source, self.offset, *self.rest, self.members, pieces)
+        arguments = (self.members, pieces, self.decay)
+        getattr(backend, name)(out, source, self.offset, *self.rest, *arguments)
         return out
+
+    def decaying(self, after: int) -> Case:
+        """The same with weight decay before that term (before all of them where sums are rounded)."""
+        draw, m = np.random.default_rng(1), 1 if self.members is None else len(self.members.starts)
+        rates, dithers = 0.1 * draw.random(m), draw.integers(0, 1 << 32, m, dtype=np.uint32)
+        spacing, rates = (2.0 ** -draw.integers(20, 26, m)).astype(np.float32), rates.astype("f4")
+        if self.source.dtype == torch.float32:
+            return self._replace(decay=Decay(after, -rates / spacing, spacing, dithers))
+        return self._replace(decay=Decay(0, rates, spacing, dithers))
 
     def of(self, backend: Any) -> Tensor:
         """Out of place, on a fresh tensor of other values."""
@@ -113,6 +124,35 @@ def test_members_get_their_own_parameters(kind, offset):
         assert same_bits(alone.of(dispatch), found[start:end]), m
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_before_a_term(kind):
+    """Compiled as in torch: of one tensor, of members and from within a row, in place too."""
+    starts, n = [0, 32, 320, 320 + 4096, 9024], 9024 + 77
+    for made in (
+        case(kind, 12_321, (1 << 33) + 96, 3),
+        case(kind, n, 4064, 3, Members.at(starts, n)),
+        case(kind, 5000, 7, 3),
+    ):
+        for after in (0, 2):
+            decayed = made.decaying(after)
+            row = made.offset % 32
+            if row:  # torch's own dithers begin where the tensor does
+                shift = np.uint32(-row * DITHER_STEP % 2**32)
+                *rest, dithers = made.rest if kind != "signs" else (*made.rest, np.uint32(0))
+                whole = decayed._replace(
+                    source=torch.cat([made.source.new_zeros(row), made.source]), offset=0,
+                    rest=made.rest if kind == "signs" else (*rest, dithers + shift),
+                    decay=decayed.decay.shifted(shift),
+                )  # fmt: skip
+                expected = whole.of(torch_reference)[row:]
+            else:
+                expected = decayed.of(torch_reference)
+            assert same_bits(decayed.of(dispatch), expected)
+            in_place = made.source.clone()
+            assert same_bits(decayed.run(dispatch, in_place, in_place), expected)
+            assert not same_bits(made.of(dispatch), expected)
+
+
 def test_members_at_maps_rows_and_starts():
     members = Members.at([0, 32, 128, 128, 160], 200)  # the third is empty
     assert members.rows.tolist() == [0, 1, 1, 1, 3, 4, 4]
@@ -178,14 +218,18 @@ def threads():
 def both(kind: str, n: int, offset: int, terms: tuple[int, int], members: Members | None = None):
     """Settled values, and the terms of an update and of a perturbation by other directions."""
     made = [case(kind, n, offset, count, members, seed) for seed, count in enumerate(terms)]
-    return made[0].source, *(Terms(*one.rest) for one in made)
+    update, new = (Terms(*one.rest) for one in made)
+    if terms == (2, 2):
+        update = update._replace(decay=made[0].decaying(0).decay)
+    return made[0].source, update, new
 
 
 def in_two_sweeps(settled: Tensor, offset: int, update: Terms, new: Terms, members: Any):
     """What `perturb_rounded` leaves in (out, settled), in plain torch, one sum after the other."""
     moved, out = settled.clone(), torch.empty_like(settled)
-    torch_reference.add_rounded(moved, moved, offset, *update, members, None)
-    torch_reference.add_rounded(out, moved, offset, *new, members, None)
+    *arguments, decay = update
+    torch_reference.add_rounded(moved, moved, offset, *arguments, members, None, decay)
+    torch_reference.add_rounded(out, moved, offset, *new[:4], members, None)
     return out, moved
 
 

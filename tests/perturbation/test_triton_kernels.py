@@ -85,6 +85,14 @@ def test_one_term_of_one_tensor(device, kind, count, offset):
         assert_same(device, made._replace(rest=(keys, new, old, 0 * update, *rest)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_before_a_term(device, kind):
+    """Of one tensor, of one term, and of members."""
+    for made in (case(kind, 33, 4064, 1), case(kind, COUNT, 96, 3, Members.at(STARTS, COUNT))):
+        decayed = made.decaying(min(1, len(made.rest[0]) - 1))
+        assert not same_bits(assert_same(device, decayed), assert_same(device, made))
+
+
 STARTS, COUNT = [0, 32, 96, 4192, 4256], 4256 + 70
 """Members of 1, 33, 4096, 64 and 70 elements, each from a multiple of 32 on."""
 
@@ -100,9 +108,10 @@ def sweep_of(kind: str, members: int, terms: int) -> Sweep:
         kind, 32 * members, 0, terms, Members.at([32 * m for m in range(members)], 32 * members)
     )
     keys, *numbers = made.rest
+    decay = made.decaying(terms - 1).decay if terms > 1 else None
     if kind in ("signs", "normals"):
-        return Sweep(f"add_{kind}", keys, numbers)
-    return Sweep("add_rounded", keys, numbers[2:], tuple(numbers[:2]))
+        return Sweep(f"add_{kind}", keys, numbers, decay=decay)
+    return Sweep("add_rounded", keys, numbers[2:], tuple(numbers[:2]), decay)
 
 
 @pytest.mark.parametrize(("kind", "terms"), [*((kind, 2) for kind in KINDS), ("signs", 1)])
@@ -121,7 +130,7 @@ def test_tensors_at_places_of_their_own_in_one_launch(device, kind, terms):
         for n, out in enumerate(written):
             expected = torch.empty_like(sources[n])
             own = sweep.of(columns[n])
-            arguments = (own.keys, *own.shared, *own.numbers, None, None)
+            arguments = (own.keys, *own.shared, *own.numbers, None, None, own.decay)
             getattr(torch_reference, sweep.name)(expected, sources[n], offsets[n], *arguments)
             assert same_bits(out.cpu(), expected), n
 
@@ -325,6 +334,7 @@ NORMALS = {
     "GAUSSIAN": True,
     "GRID": True,
     "UPDATE": True,
+    "DECAY": 0,
     "ROUND": 0,
     "EVEN": True,
     "ALIGNED": False,
@@ -333,6 +343,7 @@ SIGNS = {
     "GAUSSIAN": False,
     "GRID": False,
     "UPDATE": False,
+    "DECAY": 0,
     "ROUND": 0,
     "EVEN": True,
     "ALIGNED": False,
@@ -360,6 +371,10 @@ def test_no_variant_is_compiled_into_fused_operations(tmp_path):
         {"pointer": "*fp16", **SIGNS, "ROUND": 2},
         {"pointer": "*fp32", **NORMALS, "ALIGNED": True},
         {"pointer": "*i16", **SIGNS, "ROUND": 1, "ALIGNED": True},
+        {"pointer": "*fp32", **NORMALS, "ALIGNED": True, "DECAY": 5},
+        {"pointer": "*fp32", **SIGNS, "ALIGNED": True, "DECAY": 1},
+        {"pointer": "*i16", **SIGNS, "ROUND": 1, "ALIGNED": True, "DECAY": 2},
+        {"pointer": "*fp16", **SIGNS, "ROUND": 2, "ALIGNED": True, "DECAY": 2},
     ]
     apart = [{"fusion": False, **variant} for variant in variants]
     fused, *texts = compiled(tmp_path, {"fusion": True, **variants[0]}, *apart)

@@ -15,6 +15,7 @@ Common arguments:
   pieces: None, or int64 [P]: `out` and `source` hold P equal parts of one tensor (rows of an
     embedding), of which these are the first elements, multiples of 32; `offset` is the tensor's. An
     array, or on CUDA a tensor that is there already.
+  decay: None, or the weight decay that is made before one of the terms.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import Tensor
 from hf_dpzero.perturbation.directions import DITHER_STEP, LANES, NORMAL_UNIT
 from hf_dpzero.perturbation.kernels import torch_reference
 from hf_dpzero.perturbation.kernels.torch_reference import (
+    Decay,
     Floats,
     Members,
     Parts,
@@ -53,44 +55,47 @@ class Kernels(Protocol):
 
     def add_signs(
         self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-        members: Members | None, pieces: Pieces,
+        members: Members | None, pieces: Pieces, decay: Decay | None,
     ) -> None: ...  # fmt: skip
 
     def add_normals(
         self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
         update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
+        decay: Decay | None,
     ) -> None: ...  # fmt: skip
 
     def add_rounded(
         self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool,
         coefficients: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
+        decay: Decay | None,
     ) -> None: ...  # fmt: skip
 
 
 def add_signs(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-    members: Members | None = None, pieces: Pieces = None,
+    members: Members | None = None, pieces: Pieces = None, decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Makes out = source + sum_t amounts[t, m] u_t, u = +-1, in float32.
 
     Args:
-      out, source, offset, keys, members, pieces: see above.
+      out, source, offset, keys, members, pieces, decay: see above.
       amounts: float32 [T, M].
     """
     kernels = kernels_for(out.device)
-    for there, given, at, _ in _whole_rows(out, source, offset):
-        kernels.add_signs(there, given, at, keys, amounts, members, pieces)
+    for there, given, at, shift in _whole_rows(out, source, offset):
+        own = decay and decay.shifted(shift)
+        kernels.add_signs(there, given, at, keys, amounts, members, pieces, own)
 
 
 def add_normals(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
     update: Floats, spacing: Floats, dithers: Unsigned,
-    members: Members | None = None, pieces: Pieces = None,
+    members: Members | None = None, pieces: Pieces = None, decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Makes out = source + spacing_m sum_t (rint(new z) - rint(old z) + round(update z)), in float32.
 
     Args:
-      out, source, offset, keys, members, pieces: see above.
+      out, source, offset, keys, members, pieces, decay: see above.
       new, old, update: float32 [T, M], coefficients in units of the grid spacing; the first two are
         rounded to nearest (ties to even), the last stochastically.
       spacing: float32 [M], powers of two.
@@ -98,25 +103,28 @@ def add_normals(
     """
     kernels, rest = kernels_for(out.device), (keys, new, old, update, spacing)
     for there, given, at, shift in _whole_rows(out, source, offset):
-        kernels.add_normals(there, given, at, *rest, dithers + shift, members, pieces)
+        own = decay and decay.shifted(shift)
+        kernels.add_normals(there, given, at, *rest, dithers + shift, members, pieces, own)
 
 
 def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
     dithers: Unsigned, members: Members | None = None, pieces: Pieces = None,
+    decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Makes out = source + sum_t coefficients[t] u_t, added in float32, rounded stochastically.
 
     Args:
       out, source: bfloat16 or float16; else as above.
-      offset, keys, members, pieces: see above.
+      offset, keys, members, pieces, decay: see above; the decay is rounded by itself, before all terms.
       gaussian: normals; False for signs.
       coefficients: float32 [T].
       dithers: uint32 [M], where the members' dithers start.
     """
     kernels, rest = kernels_for(out.device), (keys, gaussian, coefficients)
     for there, given, at, shift in _whole_rows(out, source, offset):
-        kernels.add_rounded(there, given, at, *rest, dithers + shift, members, pieces)
+        own = decay and decay.shifted(shift)
+        kernels.add_rounded(there, given, at, *rest, dithers + shift, members, pieces, own)
 
 
 def perturb_rounded(
@@ -128,7 +136,7 @@ def perturb_rounded(
     Args:
       out, settled: bfloat16 or float16, disjoint; else as above.
       offset, members: see above.
-      new, update: what is added, both of one kind.
+      new, update: what is added, both of one kind; decay is in the update only.
 
     Returns:
       Bytes of `out` and `settled` that are read and written.
@@ -140,8 +148,8 @@ def perturb_rounded(
         compiled.perturb_rounded(out, settled, offset, new, update, members)
         return (2 if update is None else 3) * out.nbytes
     if update is not None:
-        add_rounded(settled, settled, offset, *update, members)
-    add_rounded(out, settled, offset, *new, members)
+        add_rounded(settled, settled, offset, *update[:4], members, decay=update.decay)
+    add_rounded(out, settled, offset, *new[:4], members)
     return (2 if update is None else 4) * out.nbytes
 
 
@@ -154,7 +162,7 @@ def sweep(
         "add_signs": add_signs, "add_normals": add_normals, "add_rounded": add_rounded,
     }  # fmt: skip
     arguments = (added.keys, *added.shared, *added.numbers)
-    functions[added.name](out, source, offset, *arguments, members, pieces)
+    functions[added.name](out, source, offset, *arguments, members, pieces, added.decay)
 
 
 def sweep_each(added: Sweep, parts: Parts) -> None:

@@ -39,7 +39,14 @@ from hf_dpzero.perturbation.kernels.numba_tiles import (
     store_float16,
     together,
 )
-from hf_dpzero.perturbation.kernels.torch_reference import Floats, Members, Pieces, Terms, Unsigned
+from hf_dpzero.perturbation.kernels.torch_reference import (
+    Decay,
+    Floats,
+    Members,
+    Pieces,
+    Terms,
+    Unsigned,
+)
 
 __all__ = [
     "add_normals",
@@ -53,6 +60,7 @@ __all__ = [
 _jit = nb.njit(nogil=True, cache=True)
 _u32, _u64, _f32 = np.uint32, np.uint64, np.float32
 _STEP, _ROWS = _u32(DITHER_STEP), TILE // LANES
+_NO_DECAY = Decay(-1, np.empty(0, _f32), np.empty(0, _f32), np.empty(0, _u32))
 _LARGE = 1 << 17  # coordinates that caches would hardly hold until they are read
 
 
@@ -90,7 +98,26 @@ def _row_amounts(amounts, row_amounts, rows, first):
 
 
 @_jit
-def _signs_range(out, source, offset, firsts, keys, amounts, rows, begin, end):
+def _decay_grid(out, source, first, e, rates, spacing, dithers, starts, rows):
+    """out = source, decayed, for the elements of a tensor from e on; `first` in the larger tensor."""
+    begin, stop = e, e + out.size
+    while e < stop:
+        m, upto = rows[e // 32] if rows.size else 0, end_of_member(rows, e, stop)
+        here = slice(e - begin, upto - begin)
+        d, values, zero = (
+            _u32(dithers[m] + _u32(first + e - starts[m]) * _STEP),
+            source[here],
+            _f32(0),
+        )
+        _update_normals(out[here], values, values, zero, zero, rates[m], spacing[m], d)
+        e = upto
+
+
+@_jit
+def _signs_range(
+    out, source, offset, firsts, keys, amounts, after, rates, spacing, dithers, starts, rows, begin,
+    end,
+):  # fmt: skip
     first, second = np.zeros(TILE, _f32), np.zeros(TILE, _f32)
     words, row_amounts = np.empty((4, LANES), _u32), np.zeros(_ROWS, _f32)
     for p in range(firsts.size):
@@ -105,6 +132,14 @@ def _signs_range(out, source, offset, firsts, keys, amounts, rows, begin, end):
                 fill_words(words, LANES, _u64(tile * LANES), keys[t])
                 _row_amounts(amounts[t], row_amounts, rows, (e - shift) // LANES)
                 added_to = given[e : e + count] if whole and t == 0 else first
+                if t == after:
+                    here = slice(shift, shift + count)
+                    decayed, values = second[here], added_to[here]
+                    _decay_grid(
+                        decayed, values, firsts[p], e, rates, spacing, dithers, starts, rows
+                    )
+                    first, second = second, first
+                    added_to = first
                 add_signs_to_tile(second, added_to, words, row_amounts)
                 first, second = second, first
             copy(target[e : e + count], first[shift : shift + count])
@@ -113,8 +148,8 @@ def _signs_range(out, source, offset, firsts, keys, amounts, rows, begin, end):
 
 @_jit
 def _normals_range(
-    out, source, offset, firsts, keys, new, old, update, spacing, dithers, starts, rows, table,
-    begin, end,
+    out, source, offset, firsts, keys, new, old, update, spacing, dithers, after, rates, steps,
+    decay_dithers, starts, rows, table, begin, end,
 ):  # fmt: skip
     first, second = np.empty(TILE, _f32), np.empty(TILE, _f32)
     z_buffer, words = np.empty(TILE + 128, _f32), np.empty((4, TILE // 4 + 32), _u32)
@@ -128,6 +163,10 @@ def _normals_range(
             for t in range(keys.shape[0]):
                 z = normals(z_buffer, words, offset + index, count, keys[t], table)
                 to, given = second[:count], first[:count]
+                if t == after:
+                    _decay_grid(to, given, firsts[p], e, rates, steps, decay_dithers, starts, rows)
+                    to, given = given, to
+                    first, second = second, first
                 if update[t, m] == _f32(0):
                     _move_normals(to, given, z, new[t, m], old[t, m], spacing[m])
                 else:
@@ -170,22 +209,23 @@ def sum_of_squared_normals(key: Unsigned, start: int, count: int) -> int:
 
 def add_signs(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-    members: Members | None, pieces: Pieces,
+    members: Members | None, pieces: Pieces, decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_signs`."""
-    flat, given, firsts, _, rows = arrays(out, source, members, pieces)
-    work = functools.partial(_signs_range, flat, given, offset, firsts, keys, amounts, rows)
-    over_all(work, flat, offset)
+    flat, given, firsts, starts, rows = arrays(out, source, members, pieces)
+    arguments = (firsts, keys, amounts, *(decay or _NO_DECAY), starts, rows)
+    over_all(functools.partial(_signs_range, flat, given, offset, *arguments), flat, offset)
 
 
 def add_normals(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
     update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
+    decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_normals`."""
     flat, given, firsts, starts, rows = arrays(out, source, members, pieces)
     terms = (keys, new, old, update, spacing, dithers)
-    end = (starts, rows, normal_cells())
+    end = (*(decay or _NO_DECAY), starts, rows, normal_cells())
     over_all(
         functools.partial(_normals_range, flat, given, offset, firsts, *terms, *end), flat, offset
     )
@@ -243,10 +283,33 @@ def _sum_tile(
 
 
 @_jit
+def _decay_tile(
+    out, source, begin, stop, first, rates, dithers, starts, rows, is_half, values, scratch
+):  # fmt: skip
+    """out = (1 - rate) source, rounded, for elements begin .. stop, of one tile."""
+    bits, scratch_bits, e = values.view(_u32), scratch.view(_u32), begin
+    while e < stop:
+        m, upto = rows[e // 32] if rows.size else 0, end_of_member(rows, e, stop)
+        here, d = slice(0, upto - e), _u32(dithers[m] + _u32(first + e - starts[m]) * _STEP)
+        if is_half:
+            load_float16(values[here], scratch[here], scratch_bits[here], source[e:upto])
+        else:
+            load_bfloat16(bits[here], source[e:upto])
+        add_scaled(scratch[here], values[here], values[here], -rates[m])
+        if is_half:
+            store_float16(
+                out[e:upto], scratch[here], scratch_bits[here], values[here], bits[here], d
+            )
+        else:
+            store_bfloat16(out[e:upto], scratch_bits[here], d)
+        e = upto
+
+
+@_jit
 def _rounded_range(
     out, settled, offset, firsts, keys, gaussian, coefficients, dithers, update_keys,
-    update_gaussian, update_coefficients, update_dithers, starts, rows, is_half, table, streamed,
-    updated, begin, end,
+    update_gaussian, update_coefficients, update_dithers, after, rates, decay_dithers, starts, rows,
+    is_half, table, streamed, updated, begin, end,
 ):  # fmt: skip
     """settled += the update, if `updated`; out = settled + the terms: a tile at a time."""
     values, scratch = np.zeros(TILE, _f32), np.zeros(TILE, _f32)
@@ -264,6 +327,13 @@ def _rounded_range(
             index, place = first + e, offset + first + e
             stop = min(e + TILE - place % TILE, end)
             whole = stop - e == TILE
+            read = given
+            if after == 0:  # all that follows finds its tile in the cache
+                read = given if updated else target
+                _decay_tile(
+                    read, given, e, stop, first, rates, decay_dithers, starts, rows, is_half,
+                    values, scratch,
+                )  # fmt: skip
             if plain_update and whole:  # its tile is still in the cache when the rest reads it
                 _plain_tile(
                     given, given, e, place, index, other_key, other_amount, other_dither, sign_words,
@@ -277,11 +347,11 @@ def _rounded_range(
                 )  # fmt: skip
             if plain and whole:
                 _plain_tile(
-                    target, given, e, place, index, key, amount, dither, sign_words, parted, streamed,
+                    target, read, e, place, index, key, amount, dither, sign_words, parted, streamed,
                 )  # fmt: skip
             else:
                 _sum_tile(
-                    target, given, e, stop, offset, first, keys, gaussian, coefficients, dithers,
+                    target, read, e, stop, offset, first, keys, gaussian, coefficients, dithers,
                     starts, rows, is_half, table, values, scratch, z_buffer, words, sign_words,
                     row_amounts,
                 )  # fmt: skip
@@ -292,10 +362,10 @@ def _rounded_range(
 
 def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
-    dithers: Unsigned, members: Members | None, pieces: Pieces,
+    dithers: Unsigned, members: Members | None, pieces: Pieces, decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_rounded`."""
-    new = Terms(keys, gaussian, coefficients, dithers)
+    new = Terms(keys, gaussian, coefficients, dithers, decay)
     _round(out, source, offset, new, None, members, pieces, streamed=False)
 
 
@@ -316,6 +386,7 @@ def _round(
     bits = out.view(torch.uint16), source.view(torch.uint16)
     flat, given, firsts, starts, rows = arrays(*bits, members, pieces)
     end = (starts, rows, out.dtype == torch.float16, normal_cells(), streamed, update is not None)
-    terms = (*new, *(update or new))
+    decay = (update or new).decay or _NO_DECAY
+    terms = (*new[:4], *(update or new)[:4], decay.after, decay.rates, decay.dithers)
     work = functools.partial(_rounded_range, flat, given, offset, firsts, *terms, *end)
     over_all(work, flat, offset, later)

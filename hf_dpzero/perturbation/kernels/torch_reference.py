@@ -85,6 +85,7 @@ class Sweep:
       keys: uint32 [T, 4].
       numbers: the function's arguments that differ between tensors, each [..., M], in order.
       shared: those before them that do not: (gaussian, coefficients) of `add_rounded`.
+      decay: the weight decay in it, if any.
       placed: what a device was sent of it.
     """
 
@@ -92,21 +93,47 @@ class Sweep:
     keys: Unsigned
     numbers: Sequence[NDArray[np.generic]]
     shared: tuple[Any, ...] = ()
+    decay: Decay | None = None
     placed: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     def of(self, m: int) -> Sweep:
         """Returns what is added to the m-th tensor."""
         # contiguous, for numba compiles anew for other layouts
         own = [np.ascontiguousarray(part[..., m : m + 1]) for part in self.numbers]
-        return Sweep(self.name, self.keys, own, self.shared)
+        decay = None if self.decay is None else self.decay.of(m)
+        return Sweep(self.name, self.keys, own, self.shared, decay)
 
     @property
     def terms(self) -> Terms:
         """What `add_rounded` adds."""
         gaussian, coefficients = self.shared
-        return Terms(
-            self.keys, gaussian, coefficients, self.numbers[0].astype(np.uint32, copy=False)
-        )
+        dithers = self.numbers[0].astype(np.uint32, copy=False)
+        return Terms(self.keys, gaussian, coefficients, dithers, self.decay)
+
+
+class Decay(NamedTuple):
+    """Weight decay, as a part of a sweep: theta <- (1 - decay) theta, rounded stochastically.
+
+    Attributes:
+      after: how many of the sweep's terms come before it, to take off what stands on theta.
+      rates: float32 [M]: of grids, -decay in units of the spacing; else the decay.
+      spacing: float32 [M], the grids'; not read else.
+      dithers: uint32 [M], where the members' dithers start.
+    """
+
+    after: int
+    rates: Floats
+    spacing: Floats
+    dithers: Unsigned
+
+    def of(self, m: int) -> Decay:
+        """Returns that of the m-th tensor."""
+        one = slice(m, m + 1)
+        return Decay(self.after, self.rates[one], self.spacing[one], self.dithers[one])
+
+    def shifted(self, shift: np.uint32) -> Decay:
+        """Returns the same with dithers that start elsewhere."""
+        return self._replace(dithers=self.dithers + shift)
 
 
 class Terms(NamedTuple):
@@ -116,6 +143,7 @@ class Terms(NamedTuple):
     gaussian: bool
     coefficients: Floats
     dithers: Unsigned
+    decay: Decay | None = None
 
 
 class Part:
@@ -161,12 +189,13 @@ def _parts(out: Tensor, members: Members | None, pieces: Pieces) -> Iterator[Par
 
 def add_signs(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-    members: Members | None, pieces: Pieces,
+    members: Members | None, pieces: Pieces, decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Defines `dispatch.add_signs`."""
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
         for t in range(len(keys)):
+            _decay_(total, part, t, decay)
             total += part.raw(offset, keys[t], gaussian=False) * part.of(amounts[t])
         out[part.start : part.stop] = total
 
@@ -174,11 +203,13 @@ def add_signs(
 def add_normals(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
     update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
+    decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Defines `dispatch.add_normals`."""
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
         for t in range(len(keys)):
+            _decay_(total, part, t, decay)
             z = part.raw(offset, keys[t], gaussian=True)
             n = (z * part.of(new[t])).round() - (z * part.of(old[t])).round()
             n += stochastically_rounded(z * part.of(update[t]), part.dither(dithers[t]))
@@ -188,14 +219,24 @@ def add_normals(
 
 def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
-    dithers: Unsigned, members: Members | None, pieces: Pieces,
+    dithers: Unsigned, members: Members | None, pieces: Pieces, decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Defines `dispatch.add_rounded`."""
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].float()
+        if decay is not None:
+            left = total - total * part.of(decay.rates)
+            total = half_precision(left, part.dither(decay.dithers), out.dtype).float()
         for t in range(len(keys)):
             total = total + part.raw(offset, keys[t], gaussian) * float(coefficients[t])
         out[part.start : part.stop] = half_precision(total, part.dither(dithers), out.dtype)
+
+
+def _decay_(values: Tensor, part: Part, t: int, decay: Decay | None) -> None:
+    """Makes the decay of float32 values on their grids, if it comes before term t."""
+    if decay is not None and t == decay.after:
+        steps = stochastically_rounded(values * part.of(decay.rates), part.dither(decay.dithers))
+        values += steps * part.of(decay.spacing)
 
 
 def stochastically_rounded(values: Tensor, dithers: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ BFLOAT16, FLOAT16 = tl.constexpr(1), tl.constexpr(2)
 
 # A launch's integers vary freely: none may be compiled in because it happens to be 1.
 _FREE = ["terms", "members", "count", "first_tile", "lead"]
-_FREE += ["key0", "key1", "key2", "key3", "field0", "field1", "field2", "field3", "field4"]
+_FREE += ["key0", "key1", "key2", "key3", "field0", "field1", "field2", "field3", "field4", "after"]
 
 
 @triton.jit
@@ -191,8 +191,7 @@ def _load(
     where = _valid(word, begin, end, GAUSSIAN, EVEN)
     values = tl.load(source + first + _places(word, GAUSSIAN), mask=where, other=0)
     if ROUND == BFLOAT16:  # its bits, as int16
-        bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        return bits.to(tl.float32, bitcast=True)
+        return _of_bfloat16(values)
     else:
         return values.to(tl.float32)
 
@@ -232,6 +231,31 @@ def _add(
                 steps += _update_steps(z, update.to(tl.float32, bitcast=True), dither)
             spacing = _field(table, field3, 3, t, terms, members, member)
             return acc + steps * spacing.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decayed(
+    acc, table, rows, starts, column, terms, members, first_row, shift, begin, end,
+    word: tl.constexpr, GAUSSIAN: tl.constexpr, ROUND: tl.constexpr, DECAY: tl.constexpr,
+):  # fmt: skip
+    """acc after weight decay, rounded stochastically to what a tensor can hold."""
+    member = _members_of(rows, column, first_row, begin, end, word, GAUSSIAN)
+    rate = _field(table, 0, DECAY, 0, terms, members, member).to(tl.float32, bitcast=True)
+    start = _field(table, 0, DECAY + 2, 0, terms, members, member)
+    dither = _dither(start, starts, member, first_row * LANES + shift, word, GAUSSIAN)
+    if ROUND == 0:
+        spacing = _field(table, 0, DECAY + 1, 0, terms, members, member)
+        return acc + _update_steps(acc, rate, dither) * spacing.to(tl.float32, bitcast=True)
+    elif ROUND == BFLOAT16:
+        return _of_bfloat16(_round_bfloat16(acc - acc * rate, dither))
+    else:
+        return _round_float16(acc - acc * rate, dither).to(tl.float32)
+
+
+@triton.jit
+def _of_bfloat16(bits):
+    """The float32 of a bfloat16's bits, given as int16."""
+    return (bits.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -288,8 +312,8 @@ def _address(number, ROUND: tl.constexpr, ALIGNED: tl.constexpr):
 def walk(
     out, source, table, rows, starts, pieces, parts, owners, normals,
     terms, members, count, first_tile, lead,
-    key0, key1, key2, key3, field0, field1, field2, field3, field4,
-    GAUSSIAN: tl.constexpr, GRID: tl.constexpr, UPDATE: tl.constexpr,
+    key0, key1, key2, key3, field0, field1, field2, field3, field4, after,
+    GAUSSIAN: tl.constexpr, GRID: tl.constexpr, UPDATE: tl.constexpr, DECAY: tl.constexpr,
     ROUND: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """out = source + its terms, for 4096 coordinates: the program's tile, counted from first_tile.
@@ -308,11 +332,12 @@ def walk(
       terms, members: T, M.
       count: elements of the tensor, or of a piece.
       first_tile, lead: tile of the (larger) tensor's first element, and that tile's rows before it.
-      GAUSSIAN, GRID, UPDATE, ROUND, EVEN, ALIGNED: which variant; whether every count is a multiple of
-        32, and every address in `parts` of 16.
+      after: the term before which weight decay is made.
+      GAUSSIAN, GRID, UPDATE, DECAY, ROUND, EVEN, ALIGNED: which variant; the first of weight decay's
+        fields, 0 without; whether every count is a multiple of 32, and every address in `parts` of 16.
 
     Fields: the amount and, if ROUND, the dither's start; if GRID new, old, update (in steps of the
-    grid), the step, the dither's start.
+    grid), the step, the dither's start. Then, if DECAY, its rate, the step, the dither's start.
     """
     column = 0
     if parts is not None:
@@ -345,6 +370,24 @@ def walk(
     a3 = _load(source, first, begin, end, 3, GAUSSIAN, ROUND, EVEN)
     t = 0
     while t < terms:  # the interpreters of older releases cannot count to a tensor
+        if DECAY != 0:  # noqa: SIM102 - decided when compiled, then when run
+            if t == after:
+                a0 = _decayed(
+                    a0, table, rows, starts, column, terms, members, first_row, shift, begin, end,
+                    0, GAUSSIAN, ROUND, DECAY,
+                )  # fmt: skip
+                a1 = _decayed(
+                    a1, table, rows, starts, column, terms, members, first_row, shift, begin, end,
+                    1, GAUSSIAN, ROUND, DECAY,
+                )  # fmt: skip
+                a2 = _decayed(
+                    a2, table, rows, starts, column, terms, members, first_row, shift, begin, end,
+                    2, GAUSSIAN, ROUND, DECAY,
+                )  # fmt: skip
+                a3 = _decayed(
+                    a3, table, rows, starts, column, terms, members, first_row, shift, begin, end,
+                    3, GAUSSIAN, ROUND, DECAY,
+                )  # fmt: skip
         k0, k1 = _key(table, key0, 0, t), _key(table, key1, 1, t)
         n0, n1 = _key(table, key2, 2, t), _key(table, key3, 3, t)
         w0, w1, w2, w3 = _words(tile, n0, n1, k0, k1, GAUSSIAN)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.kernels.torch_reference import (
+    Decay,
     Floats,
     Members,
     Parts,
@@ -43,38 +44,39 @@ class _Variant(NamedTuple):
     grid: bool = False
     update: bool = False
     rounded: bool = False
+    decay: int = 0
 
 
 def add_signs(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-    members: Members | None = None, pieces: Pieces = None,
+    members: Members | None = None, pieces: Pieces = None, decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_signs`."""
     assert out.dtype == torch.float32
-    _launch(_Variant(gaussian=False), out, source, offset, keys, [amounts], members, pieces)
+    sweep = Sweep("add_signs", keys, [amounts], decay=decay)
+    _launch(sweep, out, source, offset, members, pieces)
 
 
 def add_normals(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
     update: Floats, spacing: Floats, dithers: Unsigned,
-    members: Members | None = None, pieces: Pieces = None,
+    members: Members | None = None, pieces: Pieces = None, decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_normals`."""
     assert out.dtype == torch.float32
-    variant = _Variant(gaussian=True, grid=True, update=bool(np.any(update)))
-    fields = [new, old, update, spacing, dithers]
-    _launch(variant, out, source, offset, keys, fields, members, pieces)
+    sweep = Sweep("add_normals", keys, [new, old, update, spacing, dithers], decay=decay)
+    _launch(sweep, out, source, offset, members, pieces)
 
 
 def add_rounded(
     out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
     dithers: Unsigned, members: Members | None = None, pieces: Pieces = None,
+    decay: Decay | None = None,
 ) -> None:  # fmt: skip
     """Computes `dispatch.add_rounded`."""
     assert out.dtype in (torch.bfloat16, torch.float16)
-    variant = _Variant(gaussian=bool(gaussian), rounded=True)
-    fields = [coefficients[:, None], dithers]
-    _launch(variant, out, source, offset, keys, fields, members, pieces)
+    sweep = Sweep("add_rounded", keys, [dithers], (bool(gaussian), coefficients), decay)
+    _launch(sweep, out, source, offset, members, pieces)
 
 
 def add_each(sweep: Sweep, parts: Parts) -> None:
@@ -92,7 +94,8 @@ def add_each(sweep: Sweep, parts: Parts) -> None:
     for group in parts.placed[device]:
         _walk(
             variant, dtype, group.programs, None, None, sweep.placed[device], None, None, None,
-            group.parts, group.owners, shape, 0, 0, 0, _NO_WORDS, group.even, group.aligned,
+            group.parts, group.owners, shape, 0, 0, 0, _NO_WORDS, _after(sweep), group.even,
+            group.aligned,
         )  # fmt: skip
 
 
@@ -133,20 +136,24 @@ def _groups(parts: Parts, device: torch.device) -> list[Group]:
 
 def _variant_of(sweep: Sweep) -> tuple[_Variant, Fields]:
     """The kernel's variant and its fields, each of which broadcasts to [T, M]."""
-    if sweep.name == "add_signs":
-        return _Variant(gaussian=False), sweep.numbers
+    variant, fields = _Variant(gaussian=False), [*sweep.numbers]
     if sweep.name == "add_normals":
-        update = bool(np.any(sweep.numbers[2]))
-        return _Variant(gaussian=True, grid=True, update=update), sweep.numbers
-    gaussian, coefficients = sweep.shared
-    return _Variant(gaussian=gaussian, rounded=True), [coefficients[:, None], *sweep.numbers]
+        variant = _Variant(gaussian=True, grid=True, update=bool(np.any(sweep.numbers[2])))
+    elif sweep.name == "add_rounded":
+        gaussian, coefficients = sweep.shared
+        variant, fields = _Variant(gaussian, rounded=True), [coefficients[:, None], *fields]
+    if sweep.decay is None:
+        return variant, fields
+    return variant._replace(decay=len(fields)), [*fields, *sweep.decay[1:]]
+
+
+def _after(sweep: Sweep) -> int:
+    return 0 if sweep.decay is None else sweep.decay.after
 
 
 def _launch(
-    variant: _Variant, out: Tensor, source: Tensor, offset: int, keys: Unsigned,
-    fields: Fields, members: Members | None, pieces: Pieces,
-) -> None:  # fmt: skip
-    """Fields: float32 or uint32 [T, M], or what broadcasts to it, in the kernel's order."""
+    sweep: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
+) -> None:
     device, count, lanes, owned = out.device, out.numel(), directions.LANES, directions.SIGNS_TILE
     assert out.is_contiguous() and source.is_contiguous(), "flat tensors are contiguous"
     assert (source.shape, source.dtype, source.device) == (out.shape, out.dtype, device)
@@ -156,9 +163,10 @@ def _launch(
     assert pieces is None or (len(pieces) and count % len(pieces) == 0), "equal pieces"
     if not count:
         return
-    shape = (len(keys), 1 if members is None else len(members.starts))
-    table = _table(keys, fields, shape)
-    single = shape == (1, 1) and members is None
+    variant, fields = _variant_of(sweep)
+    shape = (len(sweep.keys), 1 if members is None else len(members.starts))
+    table = _table(sweep.keys, fields, shape)
+    single = shape == (1, 1) and members is None and not variant.decay
     # What varies travels as arguments where there is one term and one tensor, else as a pinned table.
     words = table.tolist() if single else []
     words += _NO_WORDS[len(words) :]
@@ -174,7 +182,7 @@ def _launch(
         grid = len(pieces), -(-(owned - lanes + count) // owned)
     _walk(
         variant, out.dtype, grid, _raw(out), _raw(source), sent, rows, starts, firsts, None, None,
-        shape, count, first_tile, lead, words, count % lanes == 0, False,
+        shape, count, first_tile, lead, words, _after(sweep), count % lanes == 0, False,
     )  # fmt: skip
 
 
@@ -191,7 +199,7 @@ def _walk(
     out: Tensor | None, source: Tensor | None, table: Tensor | None,
     rows: Tensor | None, starts: Tensor | None, pieces: Tensor | None,
     parts: Tensor | None, owners: Tensor | None, shape: tuple[int, int],
-    count: int, first_tile: int, lead: int, words: list[int], even: bool, aligned: bool,
+    count: int, first_tile: int, lead: int, words: list[int], after: int, even: bool, aligned: bool,
 ) -> None:  # fmt: skip
     """The launch itself, on the device of what is written."""
     device = next(t for t in (out, parts) if t is not None).device
@@ -200,8 +208,8 @@ def _walk(
         walk[grid](
             out, source, table, rows, starts, pieces, parts, owners,
             _tables(device) if variant.gaussian else None,
-            *shape, count, first_tile, lead, *words,
-            GAUSSIAN=variant.gaussian, GRID=variant.grid, UPDATE=variant.update,
+            *shape, count, first_tile, lead, *words, after,
+            GAUSSIAN=variant.gaussian, GRID=variant.grid, UPDATE=variant.update, DECAY=variant.decay,
             ROUND=_CODES[dtype] if variant.rounded else 0, EVEN=even, ALIGNED=aligned,
             num_warps=NORMALS_WARPS if variant.gaussian else SIGNS_WARPS, num_stages=1,
             enable_fp_fusion=False,
