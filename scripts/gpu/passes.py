@@ -1,4 +1,4 @@
-"""Forward passes on this device: what one costs, and if a row's place or neighbours move its logits."""
+"""Forward passes on this device: if a row's place or neighbours move its logits, and what one costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scripts.gpu_runs.results import Item
+from scripts.gpu.results import Item
 
 SHAPES = ("roberta-large", "opt-1.3b", "opt-6.7b")
 ROWS, WIDTHS, HIDDEN = (1, 2, 4, 8, 16, 32, 64), (64, 256), (64, 384, 1024)
@@ -18,13 +18,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def items(device: str, dry_run: bool) -> Iterator[Item]:
-    """Seconds of a pass by rows and tokens, for each shape; rows of each architecture by place."""
+    """Rows of each architecture by place and neighbours, then seconds of a pass by rows and tokens."""
     rows, widths, hidden = ((1, 4), (8,), (32,)) if dry_run else (ROWS, WIDTHS, HIDDEN)
-    for shape in ("tiny",) if dry_run else SHAPES:
-        yield Item(shape, 6, functools.partial(seconds, shape, device, rows, widths))
     for name in ARCHITECTURES:
         sizes = [size for size in rows if size > 1]
         yield Item(name, 6, functools.partial(other_bits, name, device, sizes, widths, hidden))
+    for shape in ("tiny",) if dry_run else SHAPES:
+        yield Item(shape, 6, functools.partial(seconds, shape, device, rows, widths))
 
 
 def seconds(

@@ -35,8 +35,8 @@ from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.sampling import PoissonSampler, place_order
 from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, pool
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
-from scripts.gpu_runs.pack import EPSILONS, TRAIN_TOKENS
-from scripts.gpu_runs.results import Item
+from scripts.gpu.pack import EPSILONS, TRAIN_TOKENS
+from scripts.gpu.results import Item
 
 SMOOTHING = 1e-3
 CLIP_PER_DIRECTION = 16.0
@@ -373,7 +373,7 @@ def items(
     @functools.lru_cache(maxsize=1)
     def packed() -> Packed:
         if not file.exists():
-            raise OSError(f"{file} is missing; make it with `python -m scripts.on_gpu pack`.")
+            raise OSError(f"{file} is missing; make it with `python -m scripts.gpu pack`.")
         return Packed(file, device)
 
     def start(left: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The stages in order: what only a GPU can tell, the dearest last."""
+"""The stages in order: what a first hour on a GPU should find out first, the dearest last."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_runs import device_tests, passes, steps
-from scripts.gpu_runs.results import Item
+from scripts.gpu import device_tests, passes, profile, rest, steps
+from scripts.gpu.results import Item
 
 STAGES = {
-    "kernels": "tests marked gpu: the Triton kernels against plain torch, bit for bit",
-    "sharding": "tests marked gpu: sharding, offload, layers one by one",
-    "passes": "forward passes: what one costs, and rows in other places and beside other rows",
-    "steps": "private step over two forward passes, peak memory, beside the published loop",
-    "sst2": "SST-2 with all parameters of MiniLM: DPZero against DP-AdamW",
-    "steps-64-rows": "the private step of batches of 64 rows",
-    "steps-one-batch": "the step on one full microbatch",
-    "steps-whole-model": "the private step with a copy of the weights",
+    "kernels": "tests marked gpu: kernels and offload against plain torch, bit for bit",
+    "passes": "forward passes: rows in other places and beside other rows, and what one costs",
+    "steps": "private step over its forward passes, peak memory, K = 1 and 16",
+    "profile": "where one step of OPT-13B spends host and device: kernels, launches, Python, waits",
+    "rest": "fixed cost, weight decay, float32, offload over PCIe, digests",
+    "sst2": "SST-2 with all parameters of MiniLM: DPZero against DP-AdamW; needs a packed file",
 }
+UNASKED = [name for name in STAGES if name != "sst2"]
+"""Stages of a run that names none."""
 
 
 def items_of(
@@ -35,15 +35,15 @@ def items_of(
       dry_run: tiny sizes.
       rate_factor: that learning rates of `sst2` are multiplied by.
     """
-    if stage in ("kernels", "sharding"):
-        return device_tests.items(stage == "sharding", dry_run)
+    if stage == "kernels":
+        return device_tests.items(dry_run)
     if stage == "sst2":
-        from scripts.gpu_runs import sst2  # loads transformers
+        from scripts.gpu import sst2  # loads transformers
 
         return sst2.items(data, device, dry_run, rate_factor)
-    if stage == "passes":
-        return passes.items(device, dry_run)
-    return steps.items(stage, device, dry_run)
+    kinds = {"passes": passes, "steps": steps, "profile": profile, "rest": rest}
+    items: Iterator[Item] = kinds[stage].items(device, dry_run)
+    return items
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from scripts.gpu_runs.results import OK
+from scripts.gpu.results import OK
 
 GIB = 2**30
 Rows = list[list[str]]
@@ -21,23 +21,27 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 def tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
     """(title, headings, rows) of each kind of stage that has an outcome."""
     stages: Mapping[str, Mapping[str, Any]] = content["stages"]
-    tests = [(s, i, o) for s in ("kernels", "sharding") for i, o in stages.get(s, {}).items()]
-    if tests:
-        heads = ["stage", "tests", "passed", "skipped", "seconds"]
-        yield "Tests on the device", heads, [[s, i, *_test_cells(o)] for s, i, o in tests]
+    if "kernels" in stages:
+        heads = ["tests", "passed", "skipped", "seconds"]
+        yield (
+            "Tests on the device",
+            heads,
+            [[i, *_test_cells(o)] for i, o in stages["kernels"].items()],
+        )
     if "passes" in stages:
         heads = [
             "model",
-            "seconds by rows x tokens, or passes: all, other bits by place, by neighbours",
+            "other bits by place and neighbours, of passes; or seconds by rows x tokens",
         ]
-        yield "Forward passes", heads, [[i, *_pass_cells(o)] for i, o in stages["passes"].items()]
-    kinds = {"steps": "private", "steps-64-rows": "private", "steps-one-batch": "one batch",
-             "steps-whole-model": "private"}  # fmt: skip
-    steps = [(n, i, o) for s, n in kinds.items() for i, o in stages.get(s, {}).items()]
-    if steps:
-        heads = ["shape", "batch", "settings", "step / two forwards (quartiles)", "reference loop",
-                 "two forwards, s", "peak GiB: inference", "step", "reference"]  # fmt: skip
-        yield "Steps", heads, [[i, *_step_cells(n, o)] for n, i, o in steps]
+        yield "Forward passes", heads, [[i, *_figures(o)] for i, o in stages["passes"].items()]
+    if "steps" in stages:
+        heads = ["shape", "batch", "passes", "step / its forwards (quartiles)", "forwards, s",
+                 "GiB: inference", "step"]  # fmt: skip
+        yield "Steps", heads, [[i, *_step_cells(o)] for i, o in stages["steps"].items()]
+    for stage, title in (("profile", "One step, profiled"), ("rest", "Single figures")):
+        if stage in stages:
+            rows = [[i, *_figures(o)] for i, o in stages[stage].items()]
+            yield title, ["", "figures; lists are in results.json"], rows
     if "sst2" in stages:
         heads = ["run", "epsilon", "steps", "learning rate", "clipped", "seconds", "accuracy"]
         yield "SST-2", heads, [[i, *_run_cells(o)] for i, o in stages["sst2"].items()]
@@ -63,32 +67,35 @@ def _test_cells(outcome: Mapping[str, Any]) -> list[str]:
     return [str(result["passed"]), str(result["skipped"]), f"{result['seconds']:.0f}"]
 
 
-def _pass_cells(outcome: Mapping[str, Any]) -> list[str]:
+def _figures(outcome: Mapping[str, Any]) -> list[str]:
+    """Every number of a result, however deep."""
     if (cells := _unfinished(outcome, 1)) is not None:
         return cells
-    result = outcome["result"]
-    if "seconds" in result:
-        return [", ".join(f"{place}: {taken:.4f}" for place, taken in result["seconds"].items())]
-    return [", ".join(str(count) for count in result.values())]
+    return [", ".join(_numbers(outcome["result"]))]
 
 
-def _step_cells(kind: str, outcome: Mapping[str, Any]) -> list[str]:
-    if (cells := _unfinished(outcome, 8)) is not None:
-        return ["", kind, *cells[:6]]
+def _numbers(of: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in of.items():
+        if isinstance(value, Mapping) and name != "settings":
+            yield from _numbers(value, f"{prefix}{name} ")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{prefix}{name}: {value:.4g}"
+        elif name in ("over_the_first", "ratio_quartiles"):
+            yield f"{prefix}{name}: " + " ".join(f"{v:.3f}" for v in value)
+
+
+def _step_cells(outcome: Mapping[str, Any]) -> list[str]:
+    if (cells := _unfinished(outcome, 6)) is not None:
+        return cells
     r = outcome["result"]
     s, peaks = r["settings"], r.get("peak_bytes", {})
     low, middle, high = r["ratio_quartiles"]
-    memory = [
-        f"{peaks[p] / GIB:.2f}" if p in peaks else "" for p in ("inference", "step", "reference")
-    ]
-    reference = r.get("reference_ratio_to_two_forwards")
     return [
         f"{s['batch_size']} x {s['seq_length']}",
-        f"{kind}, {r['strategy']}, {r['rows_per_pass']:.1f} rows a pass",
+        f"{r['strategy']}, {r['rows_per_pass']:.1f} rows a pass",
         f"{middle:.2f} ({low:.2f} to {high:.2f})",
-        "" if reference is None else f"{reference:.2f}",
         f"{r['seconds']['two_forwards']:.3f}",
-        *memory,
+        *(f"{peaks[p] / GIB:.2f}" if p in peaks else "" for p in ("inference", "step")),
     ]
 
 

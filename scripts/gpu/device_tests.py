@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from scripts.gpu_runs.results import Item
+from scripts.gpu.results import Item
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARDED = re.compile(r"shard|fsdp|offload|layerwise")
-"""Names of test files of the stage `sharding`; all others are of `kernels`."""
 LIMIT_S = 150.0
 """Seconds that one file may take: a test that hangs must leave time for the rest."""
 KERNELS = Path("tests/perturbation/test_triton_kernels.py")
@@ -29,14 +27,11 @@ def marked_files(root: Path = ROOT) -> list[Path]:
     return [f.relative_to(root) for f in found if "mark.gpu" in f.read_text(encoding="utf-8")]
 
 
-def items(sharded: bool, dry_run: bool) -> Iterator[Item]:
-    """One for each file of a stage; in a dry run the interpreter's first tests stand for all."""
-    files = [p for p in marked_files() if bool(SHARDED.search(p.name)) is sharded]
-    for path in files:
+def items(dry_run: bool) -> Iterator[Item]:
+    """One for each file; in a dry run the interpreter's first tests stand for all."""
+    for path in sorted(marked_files(), key=lambda path: path != KERNELS):
         words = _dry_words(path) if dry_run else ["-m", "gpu"]
         yield Item(path.stem, 3 if dry_run else 45, _runner(path, words))
-    if not files:
-        yield Item("none", 0, lambda left: {"passed": 0, "skipped": 0, "seconds": 0.0})
 
 
 def _dry_words(path: Path) -> list[str]:

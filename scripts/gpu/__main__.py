@@ -1,15 +1,16 @@
-"""What only a GPU can tell, in one command of at most ten minutes.
+"""What only a GPU can tell, in the order in which a first hour should find it out.
 
-    python -m scripts.on_gpu pack --data data/sst2 --file sst2.safetensors   where the packages are
-    python -m scripts.on_gpu run --output_dir out --data sst2.safetensors    on the machine with the GPU
-    python -m scripts.on_gpu run --output_dir out --resume                   goes on after a cut
-    python -m scripts.on_gpu table --output_dir out                          Markdown for the docs
+    python -m scripts.gpu run --output_dir out                          on the machine with the GPU
+    python -m scripts.gpu run --output_dir out --resume                 goes on after a cut
+    python -m scripts.gpu table --output_dir out                        Markdown for the docs
+    python -m scripts.gpu pack --data data/sst2 --file sst2.safetensors  for the stage sst2, elsewhere
 
-`run` goes through the stages of `scripts/gpu_runs/stages.py`, each in a process of its own, and writes
+`run` goes through the stages of `scripts/gpu/stages.py`, each in a process of its own, and writes
 `results.json` as each item ends. It needs torch, triton, transformers and pytest there, and neither
-opacus, datasets, OpenDP nor dp-accounting: what needs these, the noise of each run, is in the packed
-file. Items that no longer fit `--budget_s` are skipped, and said to be. The exit status is 1 if anything
-failed. `--dry_run` goes through all stages in tiny sizes on a CPU. Run it from the root of the checkout.
+opacus, datasets, OpenDP nor dp-accounting: what needs these, the noise of the runs of `sst2`, is in the
+packed file. Items that no longer fit `--budget_s` are skipped, and said to be. The exit status is 1 if
+anything failed. `--dry_run` goes through the stages in tiny sizes on a CPU. Run it from the root of the
+checkout.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu_runs import stages
-from scripts.gpu_runs.results import FAILED, RUNNING, Item, Results, run_items
-from scripts.gpu_runs.tables import markdown, show
+from scripts.gpu import stages
+from scripts.gpu.results import FAILED, RUNNING, Item, Results, run_items
+from scripts.gpu.tables import markdown, show
 
 BUDGET_S = 560.0
 """Seconds of all stages: ten minutes less what starting and ending take."""
@@ -42,7 +43,7 @@ def say(line: str) -> None:
 def run(options: argparse.Namespace) -> int:
     """All stages that were asked for; 1 if an item failed or was cut."""
     folder, deadline = Path(options.output_dir), time.time() + options.budget_s
-    if options.dry_run:
+    if options.dry_run and "sst2" in options.stages:
         _tiny_data(options)
     path = folder / "results.json"
     if not options.resume:
@@ -79,11 +80,11 @@ def in_a_process(results: Results, stage: str, options: Any, deadline: float) ->
     words = ["--output_dir", options.output_dir, "--device", options.device, "--data", options.data]
     words += ["--rate_factor", str(options.rate_factor)]
     words += ["--deadline", str(deadline), *["--dry_run"] * options.dry_run]
-    command = [sys.executable, "-m", "scripts.on_gpu", "stage", stage, *words]
+    command = [sys.executable, "-m", "scripts.gpu", "stage", stage, *words]
     items = _items(stage, options)
     limit = min(START_S + 2 * sum(item.expects_s for item in items), deadline - time.time())
     try:
-        root = Path(__file__).resolve().parents[1]
+        root = Path(__file__).resolve().parents[2]
         status = subprocess.run(command, cwd=root, timeout=max(limit, 1.0)).returncode
         error = f"its process ended with {status}"
     except subprocess.TimeoutExpired:
@@ -99,7 +100,7 @@ def in_a_process(results: Results, stage: str, options: Any, deadline: float) ->
 def _tiny_data(options: argparse.Namespace) -> None:
     """A packed file of a tiny encoder and made-up rows, if none was given."""
     if not Path(options.data).exists():
-        from scripts.gpu_runs.tiny import pack_tiny
+        from scripts.gpu.tiny import pack_tiny
 
         options.data = str(pack_tiny(Path(options.output_dir)))
 
@@ -107,12 +108,12 @@ def _tiny_data(options: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """run, pack, table; and stage, which run starts."""
     made = argparse.ArgumentParser(
-        prog="python -m scripts.on_gpu",
+        prog="python -m scripts.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="{run,pack,table}")
-    run_ = commands.add_parser("run", help="all stages", allow_abbrev=False)
+    run_ = commands.add_parser("run", help="the stages", allow_abbrev=False)
     stage = commands.add_parser("stage", allow_abbrev=False)  # without help: not listed
     for command in (run_, stage):
         command.add_argument("--output_dir", required=True, help="for results.json")
@@ -124,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
             "--rate_factor", type=float, default=1.0, help="times the learning rates of sst2"
         )
         command.add_argument("--dry_run", action="store_true", help="tiny sizes, on the CPU")
-    run_.add_argument("--stages", nargs="+", choices=stages.STAGES, default=list(stages.STAGES))
+    run_.add_argument("--stages", nargs="+", choices=stages.STAGES, default=stages.UNASKED)
     run_.add_argument("--budget_s", type=float, default=BUDGET_S, help="seconds of all stages")
     run_.add_argument("--resume", action="store_true", help="keep what ended well before")
     run_.add_argument("--one_process", action="store_true", help="no process for each stage")
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status."""
     options = parser().parse_args(argv)
     if options.command == "pack":
-        from scripts.gpu_runs.pack import pack
+        from scripts.gpu.pack import pack
 
         model, data, file = options.model, Path(options.data), Path(options.file)
         print(f"{file}: {pack(model, data, file, options.batch_size) / 1e6:.1f} MB")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.gpu_runs.pack import EPSILONS
+from scripts.gpu.pack import EPSILONS
 
 ROWS, BATCH, WIDTH = 40, 8, 6
 _ENCODER = {

@@ -1,4 +1,4 @@
-"""`python -m scripts.on_gpu`: what is kept of a cut run, its methods, its files, a dry run of all."""
+"""`python -m scripts.gpu`: what is kept of a cut run, its methods, its files, a dry run of all."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from scripts import on_gpu
-from scripts.gpu_runs import device_tests, pack, passes, sst2, stages, steps, tables, tiny
-from scripts.gpu_runs.results import FAILED, OK, RUNNING, SKIPPED, Item, Results, run_items
+from scripts.gpu import __main__ as command
+from scripts.gpu import device_tests, pack, profile, sst2, stages, steps, tables, tiny
+from scripts.gpu.results import FAILED, OK, RUNNING, SKIPPED, Item, Results, run_items
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,7 +71,7 @@ def test_a_cut_while_writing_leaves_the_file_before(tmp_path, monkeypatch):
 
 
 def test_a_stage_that_dies_or_hangs_is_a_failure(tmp_path, monkeypatch):
-    options = on_gpu.parser().parse_args(["run", "--output_dir", str(tmp_path), "--device", "cpu"])
+    options = command.parser().parse_args(["run", "--output_dir", str(tmp_path), "--device", "cpu"])
     results = Results(tmp_path / "results.json")
     monkeypatch.setattr(stages, "items_of", lambda *_: [item("a", 1)])
 
@@ -80,7 +80,7 @@ def test_a_stage_that_dies_or_hangs_is_a_failure(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, -11)
 
     monkeypatch.setattr(subprocess, "run", dies)
-    on_gpu.in_a_process(results, "steps", options, time.time() + 60)
+    command.in_a_process(results, "steps", options, time.time() + 60)
     assert results.outcomes("steps")["a"] == {
         "status": FAILED,
         "error": "its process ended with -11",
@@ -90,26 +90,18 @@ def test_a_stage_that_dies_or_hangs_is_a_failure(tmp_path, monkeypatch):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    on_gpu.in_a_process(results, "sst2", options, time.time() + 60)
+    command.in_a_process(results, "sst2", options, time.time() + 60)
     assert "did not end within 40 s" in results.outcomes("sst2")["start"]["error"]
 
 
 # ---------------------------------------------------------------- tests on the device
 
 
-def test_files_with_tests_for_a_gpu_are_found_and_parted(tmp_path):
+def test_files_with_tests_for_a_gpu_are_found_kernels_first():
     found = device_tests.marked_files()
-    assert device_tests.KERNELS in found and Path("tests/scripts/test_on_gpu.py") not in found
-    both = [[i.name for i in device_tests.items(sharded, False)] for sharded in (False, True)]
-    assert "test_triton_kernels" in both[0]
-    assert sorted({*both[0], *both[1]} - {"none"}) == sorted(f.stem for f in found)
-    mark = "@pytest.mark." + "gpu\n"
-    for name in ("test_fsdp_on_gpu.py", "test_offload.py", "test_other.py"):
-        (tmp_path / "tests").mkdir(exist_ok=True)
-        (tmp_path / "tests" / name).write_text(mark)
-    names = [f.name for f in device_tests.marked_files(tmp_path)]
-    sharded = [name for name in names if device_tests.SHARDED.search(name)]
-    assert len(names) == 3 and sharded == ["test_fsdp_on_gpu.py", "test_offload.py"]
+    assert device_tests.KERNELS in found and Path("tests/scripts/test_command.py") not in found
+    names = [i.name for i in device_tests.items(dry_run=False)]
+    assert names[0] == "test_triton_kernels" and sorted(names) == sorted(f.stem for f in found)
 
 
 def test_counts_of_a_report():
@@ -325,21 +317,18 @@ def test_tables_say_what_was_measured_and_what_was_not(capsys, tmp_path):
     results.content["machine"] = {"name": "Some GPU", "driver": "1.2", "torch": "2.11"}
     measured = {
         "settings": {"batch_size": 8, "seq_length": 256}, "strategy": "layerwise", "rows_per_pass": 4,
-        "ratio_quartiles": [1.1, 1.2, 1.3], "reference_ratio_to_two_forwards": 2.5,
+        "ratio_quartiles": [1.1, 1.2, 1.3],
         "seconds": {"two_forwards": 0.25},
-        "peak_bytes": {"inference": 2**30, "step": 2**31, "reference": 3 * 2**30},
+        "peak_bytes": {"inference": 2**30, "step": 2**31},
     }  # fmt: skip
     results.note("steps", "opt-13b", OK, seconds=9.0, result=measured)
     results.note("steps", "opt-6.7b", SKIPPED, why="takes about 45 s and 3 s are left")
     results.note("kernels", "test_a", OK, seconds=1.0, result={"lacks": "datasets", "passed": 0})
     results.note("sst2", "start", FAILED, error="Traceback\nOSError: no | file")
-    assert on_gpu.main(["table", "--output_dir", str(tmp_path)]) == 0
+    assert command.main(["table", "--output_dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    row = "| opt-13b | 8 x 256 | private, layerwise, 4.0 rows a pass | 1.20 (1.10 to 1.30) | 2.50 |"
-    assert (
-        f"{row} 0.250 | 1.00 | 2.00 | 3.00 |" in printed
-        and "Some GPU, driver 1.2, torch 2.11" in printed
-    )
+    row = "| opt-13b | 8 x 256 | layerwise, 4.0 rows a pass | 1.20 (1.10 to 1.30) | 0.250 |"
+    assert f"{row} 1.00 | 2.00 |" in printed and "Some GPU, driver 1.2, torch 2.11" in printed
     assert "skipped: takes about 45 s" in printed and "not run: datasets is missing" in printed
     assert "no \\| file" in printed
     for _, heads, rows in tables.tables(results.content):
@@ -347,35 +336,41 @@ def test_tables_say_what_was_measured_and_what_was_not(capsys, tmp_path):
 
 
 def test_the_stages_cover_the_published_shapes():
-    assert set(steps.VARIANTS) < set(stages.STAGES) and list(stages.STAGES)[2:5] == [
-        "passes",
-        "steps",
-        "sst2",
-    ]
-    names = [i.name for i in steps.items("steps", "cuda", dry_run=False)]
-    assert names == ["roberta-large", "opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b"]
+    assert [*stages.STAGES][:3] == ["kernels", "passes", "steps"] and "sst2" not in stages.UNASKED
+    names = [i.name.split(",")[0] for i in steps.items("cuda", dry_run=False)]
+    assert [*dict.fromkeys(names)] == ["roberta-large", "opt-1.3b", "opt-6.7b", "opt-13b"]
     runs = [i.name for i in sst2.items(Path("x"), "cuda", dry_run=False)]
     assert len(runs) == 9 and {"dpzero-64-eps2", "dp-adamw-eps6"} < set(runs)
     faster = list(sst2.items(Path("x"), "cuda", dry_run=False, rate_factor=3.0))
     assert {"start", "dpzero-64-eps2-rate-x3"} < {i.name for i in faster}
-    planned = sum(i.expects_s for i in steps.items("steps", "cuda", False))
-    planned += sum(i.expects_s for i in passes.items("cuda", False))
-    planned += sum(i.expects_s for i in sst2.items(Path("x"), "cuda", False))
-    assert planned + 100 < on_gpu.BUDGET_S  # and the tests
+    measured = (stages.items_of(s, "cuda", Path("x"), False) for s in stages.UNASKED)
+    assert sum(i.expects_s for items in measured for i in items) < command.BUDGET_S
+
+
+def test_a_place_that_waits_is_counted_by_its_line():
+    import warnings
+
+    def step():
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("of something else", stacklevel=1)
+
+    ((place, count),) = profile.waiting(step, "cpu").items()
+    assert count == 3 and place.startswith("scripts/test_gpu.py:") and place.endswith(" step")
 
 
 def test_a_dry_run_of_what_is_measured(tmp_path, capsys):
     words = ["run", "--dry_run", "--one_process", "--output_dir", str(tmp_path)]
-    measured = stages.STAGES.keys() - {"kernels", "sharding"}
-    assert on_gpu.main([*words, "--stages", *measured]) == 0
+    measured = stages.STAGES.keys() - {"kernels"}
+    assert command.main([*words, "--stages", *measured]) == 0
     kept = json.loads((tmp_path / "results.json").read_text())
     assert {o["status"] for s in kept["stages"].values() for o in s.values()} == {OK}
     assert set(kept["stages"]) == measured and len(kept["stages"]["sst2"]) == 9
-    assert set(kept["stages"]["steps"]) == set(steps.TINY)
+    assert {"tiny, K=1", "tiny-opt, K=16"} < set(kept["stages"]["steps"])
     assert kept["stages"]["sst2"]["dpzero-1-eps2"]["result"]["noise_multiplier"] == 1.0
-    assert "private" in capsys.readouterr().out
+    assert "rows a pass" in capsys.readouterr().out
     broken = ["--stages", "sst2", "--data", str(tmp_path / "results.json")]
-    assert on_gpu.main([*words, *broken]) == 1  # no packed file
+    assert command.main([*words, *broken]) == 1  # no packed file
 
 
 _BARE = """
@@ -394,23 +389,20 @@ sys.meta_path.insert(0, Lacking())
 
 @pytest.mark.slow
 def test_a_dry_run_where_packages_are_missing(tmp_path):
-    """Each stage in a process of its own, as on the machine with the GPU, which has neither.
-
-    The stages left out are "steps" with other settings; the test above runs them.
-    """
+    """Each stage in a process of its own, as on the machine with the GPU, which has neither."""
     (tmp_path / "sitecustomize.py").write_text(_BARE)
-    tried = ["kernels", "sharding", "passes", "steps", "sst2"]
+    tried = [*stages.STAGES]
     place = os.pathsep.join(
         [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.on_gpu", "run", "--dry_run", "--output_dir", str(tmp_path),
+        [sys.executable, "-m", "scripts.gpu", "run", "--dry_run", "--output_dir", str(tmp_path),
          "--stages", *tried],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads((tmp_path / "results.json").read_text())["stages"]
-    assert set(kept) == set(tried) == set(stages.STAGES) - set(steps.VARIANTS) | {"steps"}
+    assert set(kept) == set(tried)
     assert {o["status"] for s in kept.values() for o in s.values()} == {OK}
     if importlib.util.find_spec("triton"):
         assert kept["kernels"]["test_triton_kernels"]["result"]["passed"] >= 5
