@@ -238,7 +238,7 @@ def check(run: Deployment) -> dict[str, Any]:
     rows = {row["client"]: row for row in report["clients"]}
     for i in range(run.settings.clients):
         row = rows[f"client-{i}"]
-        _, own = read_log(run.client_folder(i) / RELEASED_NAME)
+        _, own = read_log(next(run.client_folder(i).rglob(RELEASED_NAME)))
         at_server = {r: v for (r, c), v in taken.items() if c == names.index(row["client"])}
         assert all(own[r, 0] == v for r, v in at_server.items()), "other numbers than its ledger's"
         assert row["applied"] == len(at_server) <= len(own) <= row["opened"], row

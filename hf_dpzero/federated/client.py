@@ -29,11 +29,13 @@ from hf_dpzero.federated.messages import (
     unpack,
 )
 from hf_dpzero.federated.plan import LocalPlan, PlanError, contract_digest
+from hf_dpzero.federated.report import RUNS, served, together
 from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.objectives.losses import PaddedMicrobatch, num_examples
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
+from hf_dpzero.reporting.wording import round_up
 from hf_dpzero.run_folder.keys import digest_of_rows
 from hf_dpzero.training.methods import ZerothOrderMethod, prepare
 
@@ -303,4 +305,34 @@ def check_same_rows(folder: Path, dataset: Dataset, rows: Sequence[int]) -> None
             "shuffle?): with participation=once a row could take part twice, which epsilon does not "
             f"cover. Load them as they were ({ROWS_FILE} in its folder knows them again), or take "
             "another output-dir; what was spent stays spent."
+        )
+
+
+def check_ceiling(folder: Path, local: LocalPlan, ceiling: float | None) -> None:
+    """Refuses a new run that could pass a client's epsilon of all its runs.
+
+    A run counts with all of its rounds, whatever was released so far: it may go on.
+
+    Args:
+      folder: of the run; of a run that it knows already, nothing is refused.
+      local: the client's plan in it.
+      ceiling: epsilon at the plan's delta; None for no run but the first.
+
+    Raises:
+      PlanError: says what all runs together would cost.
+    """
+    if (folder / RELEASED_NAME).exists() or folder.parent.name != RUNS:
+        return
+    before = [run.local for run in served(folder.parent.parent)]
+    if not before and ceiling is None:
+        return
+    total = together([(plan, plan.rounds) for plan in (*before, local)], local.delta)
+    if ceiling is None or total > ceiling:
+        most = (
+            "no max-epsilon says how much they may" if ceiling is None else f"{ceiling:g} at most"
+        )
+        raise PlanError(
+            f"all rounds of this run and of {len(before)} earlier ones on the client's rows would cost "
+            f"epsilon = {round_up(total)} together, and {most}: set max-epsilon in --node-config, a "
+            "smaller target_epsilon, or leave this run out."
         )

@@ -1,7 +1,7 @@
 """All that knows Flower (https://flower.ai): payloads in its messages, a simulation on Ray, two apps.
 
-Each payload travels as one bytes entry of a `ConfigRecord`: kind "join" as Flower's message type query,
-kind "round" as train. Flower knows who sent a message; the payload's own checks are in `messages`.
+Each payload travels as one bytes entry of a `ConfigRecord`, by its kind. Flower knows who sent a
+message; the payload's own checks are in `messages`.
 `docs/how_to/federated.md` has the commands for several machines; `configs/federated` is the folder that
 `flwr run` takes. What concerns a client's privacy (recipe, overrides, rows, folder) comes from the
 client's own `--node-config`, never from the server's run configuration.
@@ -59,17 +59,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECORD, PAYLOAD = "hf_dpzero", "payload"
-TYPES = {"join": "query", "round": "train"}
-"""Flower's message type of each kind."""
-
+RECORD, ANSWER = "hf_dpzero", "answer"
 FAILED = "failed; its own log says why"
 """All that leaves a client of an error, whose words may quote a row."""
 
 ADDRESS_NAME, LOG_NAME = "resident.json", "client.log"
 START_SECONDS, WATCH_SECONDS = 120.0, 2.0
-_KINDS = {"join": b"J", "round": b"R"}
-_ANSWERED, _FAILED = b"+", b"-"
 _GONE = (OSError, EOFError, AuthenticationError)  # a process that ended, or is not the one meant
 
 
@@ -91,18 +86,18 @@ def check_flower() -> None:
 # ------------------------------------------------------------------ payloads
 
 
-def wrapped(payload: bytes) -> RecordDict:
-    """Returns a payload as Flower carries it."""
+def wrapped(payload: bytes, kind: str = ANSWER) -> RecordDict:
+    """Returns a payload as Flower carries it; `kind` is "join" or "round" of a server's message."""
     from flwr.app import ConfigRecord, RecordDict
 
-    return RecordDict({RECORD: ConfigRecord({PAYLOAD: payload})})
+    return RecordDict({RECORD: ConfigRecord({kind: payload})})
 
 
-def unwrapped(message: Message) -> bytes | None:
-    """Returns the payload of a message; None if it has none."""
+def unwrapped(message: Message) -> tuple[str, bytes | None]:
+    """Returns kind and payload of a message; no payload if it has none."""
     record = message.content.config_records.get(RECORD)
-    payload = None if record is None else record.get(PAYLOAD)
-    return payload if isinstance(payload, bytes) else None
+    kind, payload = next(iter(record.items()), ("", None)) if record else ("", None)
+    return kind, payload if isinstance(payload, bytes) else None
 
 
 class FlowerTransport:
@@ -127,7 +122,7 @@ class FlowerTransport:
         if not payloads:
             return {}
         messages = [
-            Message(wrapped(payload), dst_node_id=int(node), message_type=TYPES[kind])
+            Message(wrapped(payload, kind), dst_node_id=int(node), message_type="train")
             for node, payload in payloads.items()
         ]
         answers = {}
@@ -136,7 +131,7 @@ class FlowerTransport:
             if answer.has_error():
                 logger.warning("node %s gave no answer: %s", node, answer.error.reason)
             else:
-                answers[node] = unwrapped(answer)
+                answers[node] = unwrapped(answer)[1]
         return answers
 
 
@@ -183,7 +178,7 @@ def settings_of(values: Mapping[str, Any], clients: int = 1) -> Settings:
 
     Args:
       values: `recipe`, and if wanted `overrides` (words), `rounds`, `participation`,
-        `sampling-probability`.
+        `sampling-probability`, `max-epsilon`.
       clients: that share the recipe's rows; 1 where all rows are the side's own.
 
     Raises:
@@ -194,7 +189,7 @@ def settings_of(values: Mapping[str, Any], clients: int = 1) -> Settings:
             "recipe is missing: give it in --node-config for a client, in --run-config for the server."
         )
     numbers: dict[str, Any] = {}
-    for name, kind in (("rounds", int), ("sampling-probability", float)):
+    for name, kind in (("rounds", int), ("sampling-probability", float), ("max-epsilon", float)):
         given = values.get(name)
         if given is not None and given != "":  # Flower's configurations have no null
             try:
@@ -229,10 +224,10 @@ def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes
     """
     for _ in range(2):  # once more if it is killed meanwhile
         with contextlib.suppress(*_GONE), _connected(folder, values) as connection:
-            connection.send_bytes(_KINDS[kind] + payload)
-            answer = connection.recv_bytes()
-            if answer[:1] == _ANSWERED:
-                return answer[1:]
+            connection.send((kind, payload))
+            answer: bytes | None = connection.recv()
+            if answer is not None:
+                return answer
             break
     raise ResidentError(f"no answer; {folder / LOG_NAME} says why.")
 
@@ -251,27 +246,25 @@ def _connected(folder: Path, values: Mapping[str, Any]) -> Connection:
 
 def _call(folder: Path, text: str) -> Connection:
     entry = json.loads((folder / ADDRESS_NAME).read_text(encoding="utf-8"))
+    connection = Client(entry["address"], authkey=bytes.fromhex(entry["key"]))
     if entry["values"] != text:
+        connection.send(None)  # it ends, and makes room for one with the new values
         raise ValueError("other values than those of the process that is there")
-    return Client(entry["address"], authkey=bytes.fromhex(entry["key"]))
+    return connection
 
 
 def _start(folder: Path, text: str) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADDRESS_NAME).unlink(missing_ok=True)
-
-    def for_owner(path: str, flags: int) -> int:
-        descriptor = os.open(path, flags, 0o600)
-        if hasattr(os, "fchmod"):  # an older log may be readable by others
-            os.fchmod(descriptor, 0o600)
-        return descriptor
-
-    with open(folder / LOG_NAME, "ab", opener=for_owner) as log:
+    log = folder / LOG_NAME
+    log.touch(mode=0o600)
+    log.chmod(0o600)  # an older log may be readable by others
+    with open(log, "ab") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "hf_dpzero.federated.flower", str(folder), str(os.getppid())],
             stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
+            stdout=file,
+            stderr=file,
             start_new_session=True,  # Flower ends the process of a message with its group
         )
     assert process.stdin is not None
@@ -285,66 +278,69 @@ def _start(folder: Path, text: str) -> subprocess.Popen[bytes]:
 # ------------------------------------------------------------------ the resident process
 
 
-def serve(folder: Path, text: str, watched: int) -> None:
-    """Answers one message after the other, until the watched process ends or another takes its place.
+def serve(folder: Path, text: str) -> None:
+    """Answers one message after the other, until another process takes its place.
 
-    `text` is the client's `--node-config` as JSON, `watched` the id of the process that it serves.
+    `text` is the client's `--node-config` as JSON.
     """
-    key = secrets.token_bytes(32)
+    key, answers = secrets.token_bytes(32), _Answers(folder, json.loads(text))
     # the key keeps out whoever reaches the socket and cannot read the owner's file
     with Listener(authkey=key) as listener:
         entry = {"address": listener.address, "values": text, "key": key.hex(), "pid": os.getpid()}
         write_for_owner(folder / ADDRESS_NAME, json.dumps(entry))
-        threading.Thread(target=_watch, args=(folder, key.hex(), watched), daemon=True).start()
-        answers = _Answers(folder, json.loads(text))
         while True:
             with contextlib.suppress(*_GONE), listener.accept() as connection:
-                connection.send_bytes(answers(connection.recv_bytes()))
+                if (request := connection.recv()) is None:
+                    return
+                connection.send(answers(*request))
 
 
 class _Answers:
-    """Answers of a client; model and rows are loaded with the first message."""
+    """Answers of a client; model and rows are loaded with the first message of a run.
+
+    Each run has a folder of its own in the client's, named by its contract. Those of two runs at a time
+    are loaded anew at each turn.
+    """
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder, self.values = folder, values
+        self.run: str | None = None
         self.side: Side | None = None
 
-    def __call__(self, request: bytes) -> bytes:
+    def __call__(self, kind: str, payload: bytes) -> bytes | None:
         try:
-            node = node_of(self.values)
-            if self.side is None:
-                settings = settings_of(self.values, node.of)
-                from hf_dpzero.federated.setup import Side
-
-                self.side = Side.build(settings, node.folder)
-            kind = "join" if request[:1] == _KINDS["join"] else "round"
-            return _ANSWERED + self.side.answer(
-                kind, request[1:], node.name, node.shard, self.folder
-            )
+            return self._answer(kind, payload)
         except (ValueError, OSError, ImportError) as error:  # what the user can mend
             logging.debug("where it came from", exc_info=True)
             logging.error("no answer: %s", error)
         except Exception:
             logging.exception("no answer")
-        return _FAILED  # and no word of the error leaves the client
+        return None  # and no word of the error leaves the client
+
+    def _answer(self, kind: str, payload: bytes) -> bytes:
+        node = node_of(self.values)
+        settings = settings_of(self.values, node.of)
+        from hf_dpzero.federated.report import RUNS
+        from hf_dpzero.federated.setup import Side, run_of
+
+        run = run_of(kind, payload)
+        if self.side is None or (self.side.contract is not None and self.run != run):
+            self.side = None  # one model in memory
+            self.side = Side.build(settings, node.folder)
+        self.run = run
+        return self.side.answer(kind, payload, node.name, node.shard, self.folder / RUNS / run)
 
 
-def _watch(folder: Path, key: str, watched: int) -> None:
-    path = folder / ADDRESS_NAME
-    while _alive(watched):
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(path.read_text(encoding="utf-8"))["key"] != key:
-                break  # another process took the place of this one
+def _end_with(watched: int) -> None:
+    """Ends this process after another one: what was released is on disk before it is sent."""
+    while True:
+        try:
+            os.kill(watched, 0)
+        except ProcessLookupError:
+            os._exit(0)
+        except OSError:  # one that is there and another user's may not be signalled
+            pass
         time.sleep(WATCH_SECONDS)
-    os._exit(0)  # what was released is on disk before it is sent
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:  # one that is there and another user's may not be signalled
-        return not isinstance(error, ProcessLookupError)
-    return True
 
 
 # ------------------------------------------------------------------ apps
@@ -353,10 +349,10 @@ Answer = Callable[[str, bytes, "Context"], bytes]
 """(kind, payload, Flower's context of the node) -> payload of the answer."""
 
 
-def answered(answer: Answer, kind: str, message: Message, context: Context) -> RecordDict | None:
+def answered(answer: Answer, message: Message, context: Context) -> RecordDict | None:
     """Returns what a client answers with; None, and nothing of the error, if it has no answer."""
     try:
-        payload = unwrapped(message)
+        kind, payload = unwrapped(message)
         if payload is None:
             raise ValueError("a message without bytes")
         return wrapped(answer(kind, payload, context))
@@ -373,19 +369,10 @@ def _app_of(answer: Answer) -> ClientApp:
 
     app = ClientApp()
 
-    def reply(kind: str, message: Message, context: Context) -> Message:
-        found = answered(answer, kind, message, context)
-        if found is None:
-            return Message(Error(code=0, reason=FAILED), reply_to=message)
-        return Message(found, reply_to=message)
-
-    @app.query()
-    def join(message: Message, context: Context) -> Message:
-        return reply("join", message, context)
-
     @app.train()
-    def take_part(message: Message, context: Context) -> Message:
-        return reply("round", message, context)
+    def reply(message: Message, context: Context) -> Message:
+        found = answered(answer, message, context)
+        return Message(found or Error(code=0, reason=FAILED), reply_to=message)
 
     return app
 
@@ -496,4 +483,5 @@ def simulate(
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    serve(Path(sys.argv[1]), sys.stdin.read(), int(sys.argv[2]))
+    threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    serve(Path(sys.argv[1]), sys.stdin.read())

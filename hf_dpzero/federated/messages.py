@@ -35,6 +35,7 @@ RELEASED_NAME = "released.ledger"
 """A client's own ledger, in its folder: what it released, written before it is sent."""
 
 _HEAD = struct.Struct(f"<4sBBHQ{DIGEST_BYTES}s")
+DIGEST_AT = slice(_HEAD.size - DIGEST_BYTES, _HEAD.size)
 _KINDS = {ASK: "ask", VALUES: "values", BEHIND: "behind", NOTHING: "nothing"}
 
 

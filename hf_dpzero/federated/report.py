@@ -15,20 +15,18 @@ A client reads its own cost from its own ledger alone, without model, rows or se
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_dpzero.federated.messages import RELEASED_NAME, read_log
-from hf_dpzero.federated.plan import LocalPlan
+from hf_dpzero.federated.plan import LocalPlan, PlanError
 from hf_dpzero.federated.server import Member, RoundServer
-from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
+from hf_dpzero.privacy.accounting import epsilon_together
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise, is_seeded
-from hf_dpzero.reporting.model_card import new_figure, optional_plot
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import (
@@ -44,7 +42,10 @@ from hf_dpzero.values import encode
 if TYPE_CHECKING:
     from hf_dpzero.settings.config import DPZeroConfig
 
-REPORT_NAME, PLOT_NAME = "federated_report.json", "federated_run.png"
+REPORT_NAME = "federated_report.json"
+
+RUNS = "runs"
+"""Folder of the runs that a client served, in its own; each is named by its contract."""
 
 
 def federated_report(
@@ -157,34 +158,6 @@ def summary(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def save_report(report: Mapping[str, Any], folder: Path, answered: Sequence[int] = ()) -> None:
-    """Writes federated_report.json and, with matplotlib, federated_run.png.
-
-    Args:
-      report: of `federated_report`.
-      folder: of the run.
-      answered: how many clients were in each round of this process.
-    """
-    write_atomically(folder / REPORT_NAME, json.dumps(report, indent=2, allow_nan=False) + "\n")
-    with optional_plot(PLOT_NAME):
-        entries = report["evaluations"]
-        names = sorted({name for entry in entries for name in entry} - {"round"})
-        panels = max(1, len(names) + bool(answered))
-        figure = new_figure(panels, 4.0, 3.0)
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        for panel, name in zip(axes, names, strict=False):
-            points = [(entry["round"], entry[name]) for entry in entries if name in entry]
-            panel.plot(*zip(*points, strict=True), marker=".")
-            panel.set_ylabel(name)
-        if answered:
-            axes[-1].plot(answered, drawstyle="steps")
-            axes[-1].set_ylabel("clients in the round")
-        for panel in axes:
-            panel.set_xlabel("round")
-            panel.grid(alpha=0.3)
-        figure.savefig(folder / PLOT_NAME, dpi=120)
-
-
 def save_costliest(
     server: RoundServer, config: DPZeroConfig, report: Mapping[str, Any], base: Mapping[str, Any]
 ) -> None:
@@ -204,7 +177,7 @@ def save_costliest(
     costs = []
     for row in report["clients"]:
         member = server.members[row["client"]]
-        local = dataclasses.replace(member.local, delta=report["delta"])
+        local = replace(member.local, delta=report["delta"])
         released = row["opened"] if row["released"] is None else row["released"]
         costs.append((not row["private"], local.epsilon(released), local, released, member))
     _, _, local, released, member = max(costs, key=lambda cost: cost[:2])
@@ -236,32 +209,83 @@ def save_costliest(
 # ------------------------------------------------------------------ a client's own view
 
 
-def spent(folder: str | Path) -> str:
-    """Says what a client has spent, from its own ledger, also while the client runs.
+class Served(NamedTuple):
+    """A run that a client took part in: its plan and what its ledger counts, also while it runs."""
+
+    client: str
+    local: LocalPlan
+    released: int
+    private: bool
+
+    def __str__(self) -> str:
+        local, count = self.local, self.released
+        head = f"{self.client}: {count} of {local.rounds} rounds released"
+        if not self.private:
+            return f"{head}; NOT PRIVATE: without noise, or with noise from a seeded generator."
+        return (
+            f"{head}, epsilon = {round_up(local.epsilon(count))} (of at most "
+            f"{round_up(local.epsilon(local.rounds))}), delta = {delta_words(local.delta)}, "
+            f"for each of its {local.num_examples} rows."
+        )
+
+
+def served(folder: Path) -> list[Served]:
+    """Reads the ledgers of all runs in a client's folder.
+
+    Raises:
+      LedgerError: one is damaged.
+    """
+    runs = []
+    for path in sorted(folder.rglob(RELEASED_NAME)):
+        header, messages = read_log(path)
+        local = LocalPlan.from_dict({name.name: header[name.name] for name in fields(LocalPlan)})
+        private = local.plan.private and not is_seeded(header["noise_source"])
+        runs.append(Served(header["client"], local, len(messages), private))
+    return runs
+
+
+def together(runs: Sequence[tuple[LocalPlan, int]], delta: float) -> float:
+    """Returns epsilon of several runs on the same rows, by one accountant.
 
     Args:
-      folder: the client's own.
+      runs: plans, and how many rounds of each were released.
+      delta: in (0, 1).
+
+    Raises:
+      PlanError: plans of two neighbouring relations, or without a common accountant.
+    """
+    if len(relations := sorted({local.plan.relation for local, _ in runs})) > 1:
+        raise PlanError(f"neighboring_relation {relations}: one guarantee has one relation.")
+    parts = [local.plan.own_parts(local.steps_of(count)) for local, count in runs]
+    try:
+        return epsilon_together(tuple(part for run in parts for part in run), delta)
+    except ValueError as error:
+        raise PlanError(f"runs without a common account: {error}") from None
+
+
+def spent(folder: str | Path) -> str:
+    """Says what a client has spent, by the ledgers in its folder: a line for each run, and for all.
 
     Raises:
       FileNotFoundError: the client has joined no run in this folder.
-      LedgerError: its ledger is damaged.
+      LedgerError: a ledger is damaged.
+      PlanError: see `together`.
     """
-    path = Path(folder) / RELEASED_NAME
-    if not path.is_file():
+    runs = served(Path(folder))
+    if not runs:
         raise FileNotFoundError(
-            f"{path} is not there: the client has joined no run in this folder, and spent nothing in it."
+            f"no {RELEASED_NAME} in {folder}: the client has joined no run in this folder, and spent "
+            "nothing in it."
         )
-    header, messages = read_log(path)
-    names = ("plan", "num_examples", "rounds", "participation", "delta")
-    local = LocalPlan.from_dict({name: header[name] for name in names})
-    head = f"{header['client']}: {len(messages)} of {local.rounds} rounds released"
-    if not local.plan.private or is_seeded(header["noise_source"]):
-        return f"{head}; NOT PRIVATE: without noise, or with noise from a seeded generator."
-    return (
-        f"{head}, epsilon = {round_up(local.epsilon(len(messages)))} (of at most "
-        f"{round_up(local.epsilon(local.rounds))}), delta = {delta_words(local.delta)}, "
-        f"for each of its {local.num_examples} rows."
-    )
+    lines = [str(run) for run in runs]
+    if len(runs) > 1 and all(run.private for run in runs):
+        delta = max(run.local.delta for run in runs)
+        total = together([(run.local, run.released) for run in runs], delta)
+        lines.append(
+            f"all {len(runs)} runs together, taken to be on the same rows: epsilon = {round_up(total)}, "
+            f"delta = {delta_words(delta)}."
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from hf_dpzero.federated.messages import MessageError
 from hf_dpzero.federated.plan import LocalPlan
-from hf_dpzero.federated.report import federated_report, save_costliest, save_report
+from hf_dpzero.federated.report import REPORT_NAME, federated_report, save_costliest
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.federated.setup import CLIENTS, CLIPPED_FROM, Settings, Side
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
@@ -347,7 +347,6 @@ class ServerRun:
         if resume and path.is_file():  # a round that was not closed before may be another now
             before = json.loads(path.read_text(encoding="utf-8"))
             self.evaluations = [entry for entry in before if entry["round"] <= self.server.round]
-        self.answered: list[int] = []
         self.rounds: Rounds | None = None
 
     def run(self, transport: Transport, *, min_clients: int = 1, patience: float = 60.0) -> None:
@@ -375,7 +374,6 @@ class ServerRun:
         bar, done = tqdm(total=last, initial=now, desc="rounds", file=sys.stderr), False
 
         def on_round(release: Release, count: int) -> None:
-            self.answered.append(count)
             self.side.replica.catch_up(self.server.trajectory.releases)
             now = self.server.round
             if now == last or (every and now % every == 0):
@@ -408,7 +406,9 @@ class ServerRun:
 
     def _finish(self, weights: bool) -> None:
         report = self.report()
-        save_report(report, self.folder, self.answered)
+        write_atomically(
+            self.folder / REPORT_NAME, json.dumps(report, indent=2, allow_nan=False) + "\n"
+        )
         self.server.trajectory.to_safetensors(self.folder / SHIPPING_NAME)
         (self.folder / RECIPE_FILE).write_text(self.side.recipe.to_yaml(), encoding="utf-8")
         if not weights:

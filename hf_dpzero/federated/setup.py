@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpzero.federated.client import LocalClient, Replica, check_same_rows
-from hf_dpzero.federated.messages import pack_json, unpack_json
+from hf_dpzero.federated.client import LocalClient, Replica, check_ceiling, check_same_rows
+from hf_dpzero.federated.messages import DIGEST_AT, pack_json, unpack_json
 from hf_dpzero.federated.plan import (
     SMALLEST_CLIP,
     ContractError,
@@ -70,6 +70,7 @@ class Settings:
       participation: see `plan`.
       sampling_probability: q; None for the recipe's expected_batch_size over its rows.
       own_rows: the recipe's rows on this machine are this client's alone, and not to be sharded.
+      max_epsilon: of all runs that the client serves together; None for the recipe's target_epsilon.
     """
 
     recipe: str
@@ -79,6 +80,7 @@ class Settings:
     participation: Participation = "sampled"
     sampling_probability: float | None = None
     own_rows: bool = False
+    max_epsilon: float | None = None
 
     def load(self, output_dir: str | Path) -> Recipe:
         """Loads the recipe, R in it, and checks it.
@@ -113,6 +115,13 @@ def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
             f"Use at most {num_examples} clients."
         )
     return np.arange(client, num_examples, clients, dtype=np.int64)
+
+
+def run_of(kind: str, payload: bytes) -> str:
+    """Returns the contract's digest that a server's message, "join" or "round", is about, in hex."""
+    if kind == "join":
+        return contract_digest(unpack_json(payload).get("contract", {})).hex()
+    return payload[DIGEST_AT].hex()
 
 
 @dataclass
@@ -290,6 +299,9 @@ class Side:
             len(rows), self._agreed(offered["sampling_probability"], num_examples=len(rows))
         )
         check_plan(offered, local)
+        check_ceiling(
+            folder, local, self.settings.max_epsilon or self.recipe.training.target_epsilon
+        )
         if local.participation == "once":
             check_same_rows(folder, self.replica.run.dataset, rows.tolist())
         if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):

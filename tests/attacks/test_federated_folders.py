@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 
 import pytest
 from federated_sides import NAMES, client_folder, rounds_of, side, started
@@ -22,6 +23,8 @@ from hf_dpzero.federated.messages import (
     unpack_json,
 )
 from hf_dpzero.federated.plan import PlanError
+from hf_dpzero.federated.report import RUNS, served, spent, together
+from hf_dpzero.federated.setup import run_of
 from hf_dpzero.ledger.log_file import LedgerError
 
 ONCE = {"participation": "once", "neighboring_relation": "replace_one"}
@@ -99,3 +102,55 @@ def test_other_users_do_not_read_a_clients_log(tmp_path, monkeypatch):
         process.wait()
         assert (target / flower.LOG_NAME).stat().st_mode & 0o077 == 0
     assert "earlier" in log.read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------ several runs
+
+
+TARGET = {"target_epsilon": 2.0, "noise_multiplier": None}
+
+
+def key(number: int) -> dict[str, int]:
+    return {"testing.direction_key": number}  # another run's
+
+
+def test_runs_of_one_client_add_up_and_stop_at_its_ceiling(tmp_path):
+    """Two runs of epsilon 2 cost less than 4 and more than 2 together; a third would pass 3."""
+    client = tmp_path / "north"
+
+    def joins(number, **settings):
+        _, server = started(tmp_path / f"server-{number}", **TARGET, **key(number))
+        made = side(tmp_path / f"own-{number}", **TARGET, **settings)
+        folder = client / RUNS / run_of("join", server.invitation())
+        made.join("north", 0, folder, server.invitation())
+        return made, server, folder
+
+    first, server, folder = joins(0)
+    first.answer("round", server.ask(server.join(first.join(
+        "north", 0, folder, server.invitation())).name), "north", 0, folder)  # fmt: skip
+    with pytest.raises(PlanError, match=r"1 earlier ones .* epsilon = (2\.\d+|3\.\d+) .*2 at most"):
+        joins(1)  # the target is the ceiling where nothing else is said
+    joins(2, max_epsilon=3.0)
+    with pytest.raises(PlanError, match="3 at most"):
+        joins(3, max_epsilon=3.0)
+    runs = served(client)
+    assert sorted(run.released for run in runs) == [0, 1]
+    assert run_of("round", server.ask("north")) == folder.name
+    full = together([(run.local, run.local.rounds) for run in runs], 1e-3)
+    assert 2.0 < full <= 3.0
+    first_alone = runs[0].local.epsilon(1)
+    assert together([(run.local, run.released) for run in runs], 1e-3) == pytest.approx(first_alone)
+    lines = spent(client).splitlines()
+    assert len(lines) == 3 and "all 2 runs together" in lines[2]
+    again = side(tmp_path / "again", **TARGET)  # another process: a run that it knows goes on
+    assert again.client("north", 0, folder)
+
+
+def test_a_client_with_fixed_noise_serves_no_second_run_without_a_ceiling(tmp_path):
+    """A server could start one run after the other, each within what the client agreed to."""
+    for number, refused in enumerate((nullcontext(), pytest.raises(PlanError, match="no max-eps"))):
+        _, server = started(tmp_path / f"server-{number}", **key(number))
+        folder = tmp_path / "north" / RUNS / run_of("join", server.invitation())
+        with refused:
+            side(tmp_path / f"own-{number}").join("north", 0, folder, server.invitation())
+        assert folder.exists() == (number == 0)

@@ -133,7 +133,7 @@ def test_epsilon_counts_what_a_client_released(tmp_path):
     above = federated_report(server)["clients"]
     assert all(row["epsilon"] == rows[NAMES[2]]["epsilon"] for row in above)
     with pytest.raises(FileNotFoundError, match="joined no run"):
-        spent(tmp_path)
+        spent(tmp_path / "none")
 
 
 def test_who_is_left_out_is_named_on_both_sides(tmp_path, caplog):

@@ -27,7 +27,7 @@ class Message(SimpleNamespace):
 
 
 def payload_of(content):
-    return None if content is None else unwrapped(Message(content))
+    return None if content is None else unwrapped(Message(content))[1]
 
 
 class Grid:
@@ -44,7 +44,9 @@ class Grid:
                 metadata=SimpleNamespace(src_node_id=node),
                 has_error=lambda node=node: node == 6,
                 error=SimpleNamespace(reason="no"),
-                content=wrapped(unwrapped(message).upper()),
+                content=wrapped(
+                    b" ".join([unwrapped(message)[0].encode(), unwrapped(message)[1].upper()])
+                ),
             )
 
 
@@ -53,14 +55,14 @@ def test_a_transport_carries_bytes_and_leaves_out_who_failed(caplog, monkeypatch
     grid = Grid()
     transport = flower.FlowerTransport(grid, timeout=7.0)
     assert transport.present() == ["5", "6"]
-    assert transport.exchange("round", {"5": b"abc", "6": b"abc"}) == {"5": b"ABC"}
+    assert transport.exchange("round", {"5": b"abc", "6": b"abc"}) == {"5": b"round ABC"}
     assert grid.timeout == 7.0 and "node 6 gave no answer: no" in caplog.text
     transport.exchange("join", {"5": b"x"})
     assert grid.timeout == 1800.0
     assert transport.exchange("round", {}) == {}
-    for values in ({"other": 1}, {flower.PAYLOAD: 1}):
-        assert unwrapped(Message(RecordDict({flower.RECORD: ConfigRecord(values)}))) is None
-    assert unwrapped(Message(RecordDict())) is None
+    for values in ({}, {"round": 1}):
+        assert payload_of(RecordDict({flower.RECORD: ConfigRecord(values)})) is None
+    assert payload_of(RecordDict()) is None
 
 
 def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, monkeypatch):
@@ -70,7 +72,7 @@ def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, mon
 
     def sent(kind, payload):
         answer = functools.partial(flower.simulated_answer, made.settings, str(tmp_path))
-        return payload_of(answered(answer, kind, Message(wrapped(payload)), context))
+        return payload_of(answered(answer, Message(wrapped(payload, kind)), context))
 
     name = server.join(sent("join", server.invitation())).name
     values = sent("round", server.ask(name))
@@ -95,10 +97,10 @@ def test_a_supernode_hands_messages_over(tmp_path, monkeypatch, caplog):
 
     def sent(content, config):
         context = SimpleNamespace(node_config=config)
-        return payload_of(answered(flower.deployed_answer, "round", Message(content), context))
+        return payload_of(answered(flower.deployed_answer, Message(content), context))
 
-    assert sent(wrapped(b"ask"), config) == b"answer"
+    assert sent(wrapped(b"ask", "round"), config) == b"answer"
     assert calls == [(tmp_path, config, "round", b"ask")]
     assert sent(RecordDict(), config) is None
-    assert sent(wrapped(b"ask"), {}) is None
+    assert sent(wrapped(b"ask", "round"), {}) is None
     assert "give each client a name" in caplog.text and len(calls) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
 import sys
@@ -29,13 +28,11 @@ class Answers:
     def __init__(self, folder, values):
         self.values = values
 
-    def __call__(self, request: bytes) -> bytes:
-        if request == b"Rdie" and Answers.dies:
+    def __call__(self, kind: str, payload: bytes) -> bytes | None:
+        if payload == b"die" and Answers.dies:
             Answers.dies -= 1
             raise OSError("killed")
-        if request == b"Rfail":
-            return b"-"
-        return b"+" + request + self.values["name"].encode()
+        return None if payload == b"fail" else f"{kind} {self.values['name']}".encode() + payload
 
 
 @pytest.fixture
@@ -47,30 +44,31 @@ def started(monkeypatch):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ADDRESS_NAME).unlink(missing_ok=True)
         count.append(text)
-        threading.Thread(target=flower.serve, args=(folder, text, 0), daemon=True).start()
+        threading.Thread(target=flower.serve, args=(folder, text), daemon=True).start()
         return SimpleNamespace(poll=lambda: None, kill=lambda: None)
 
     monkeypatch.setattr(flower, "_Answers", Answers)
-    monkeypatch.setattr(flower, "_watch", lambda *_: None)
     monkeypatch.setattr(flower, "_start", start)
     return count
 
 
 def test_one_process_answers_until_it_dies_or_the_values_change(tmp_path, started, monkeypatch):
     south = {**VALUES, "name": "south"}
-    assert hand_over(tmp_path, VALUES, "join", b"ab") == b"Jabnorth"
-    assert hand_over(tmp_path, VALUES, "round", b"") == b"Rnorth"
+    assert hand_over(tmp_path, VALUES, "join", b"ab") == b"join northab"
+    assert hand_over(tmp_path, VALUES, "round", b"") == b"round north"
     assert stat.S_IMODE((tmp_path / ADDRESS_NAME).stat().st_mode) == 0o600
     with pytest.raises(ResidentError, match=r"client\.log says why"):
         hand_over(tmp_path, VALUES, "round", b"fail")
-    assert hand_over(tmp_path, VALUES, "round", b"again") == b"Ragainnorth" and len(started) == 1
-    assert hand_over(tmp_path, south, "round", b"") == b"Rsouth" and len(started) == 2
+    assert (
+        hand_over(tmp_path, VALUES, "round", b"again") == b"round northagain" and len(started) == 1
+    )
+    assert hand_over(tmp_path, south, "round", b"") == b"round south" and len(started) == 2
     entry = json.loads((tmp_path / ADDRESS_NAME).read_text())
     (tmp_path / ADDRESS_NAME).write_text(json.dumps({**entry, "address": str(tmp_path / "none")}))
-    assert hand_over(tmp_path, south, "round", b"") == b"Rsouth" and len(started) == 3
+    assert hand_over(tmp_path, south, "round", b"") == b"round south" and len(started) == 3
     # killed in the middle of a message, it is given the message once more
     monkeypatch.setattr(Answers, "dies", 1)
-    assert hand_over(tmp_path, south, "round", b"die") == b"Rdiesouth"
+    assert hand_over(tmp_path, south, "round", b"die") == b"round southdie"
     monkeypatch.setattr(Answers, "dies", 2)
     with pytest.raises(ResidentError):
         hand_over(tmp_path, south, "round", b"die")
@@ -99,15 +97,26 @@ def test_a_process_loads_with_its_first_message_and_ends_when_another_takes_its_
     assert "client.log says why" in told[0] and told[1] == "set()"
     assert "recipe is missing" in (tmp_path / flower.LOG_NAME).read_text()
     process = json.loads((tmp_path / ADDRESS_NAME).read_text())["pid"]
-    assert flower._alive(process)
-    (tmp_path / ADDRESS_NAME).write_text(json.dumps({"key": "another took its place"}))
+    assert running(process)
+    with pytest.raises(ValueError, match="other values"):
+        flower._call(tmp_path, json.dumps(VALUES))
     deadline = time.monotonic() + 300
     while running(process) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not running(process) and flower._alive(os.getpid())
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    assert not flower._alive(gone.pid)
+    assert not running(process)
+
+
+def test_a_resident_process_ends_with_the_one_that_it_serves(tmp_path):
+    served = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    words = [sys.executable, "-m", "hf_dpzero.federated.flower", str(tmp_path), str(served.pid)]
+    resident = subprocess.Popen(words, stdin=subprocess.PIPE)
+    resident.stdin.write(json.dumps(VALUES).encode())
+    resident.stdin.close()
+    while not (tmp_path / ADDRESS_NAME).exists():
+        assert resident.poll() is None
+        time.sleep(0.05)
+    served.communicate(b"\n")
+    assert resident.wait(300) == 0
 
 
 def running(process: int) -> bool:
@@ -123,9 +132,9 @@ def running(process: int) -> bool:
 
 def test_settings_and_shard_of_a_node():
     values = {"recipe": "quickstart", "overrides": "--clip 3 --seed '4'", "rounds": 5}
-    made = settings_of({**values, "sampling-probability": 0.25})
+    made = settings_of({**values, "sampling-probability": 0.25, "max-epsilon": 3})
     assert made.recipe == "quickstart" and made.overrides == ("--clip", "3", "--seed", "4")
-    assert (made.rounds, made.sampling_probability) == (5, 0.25)
+    assert (made.rounds, made.sampling_probability, made.max_epsilon) == (5, 0.25, 3.0)
     assert made.own_rows and made.clients == 1
     shared = settings_of(values, clients=20)
     assert not shared.own_rows and shared.clients == 20 and shared.sampling_probability is None
