@@ -20,6 +20,7 @@ import transformers
 import hf_dpzero
 from scripts.benchmarks.arguments import add_fields
 from scripts.benchmarks.capacity import CapacityTable, capacity, capacity_table
+from scripts.benchmarks.fixed import FixedBench, fixed_table, run_fixed
 from scripts.benchmarks.memory import measure_memory, peak_bytes
 from scripts.benchmarks.settings import CHOICES, PHASES, StepBench
 from scripts.benchmarks.shapes import PUBLISHED, SHAPES
@@ -118,14 +119,16 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="what", required=True)
     step = commands.add_parser("step", help="time and memory of one step", allow_abbrev=False)
     memory = commands.add_parser("memory", help="what fits in memory", allow_abbrev=False)
+    fixed = commands.add_parser("fixed", help="a step's cost beside its model", allow_abbrev=False)
     shapes = {"choices": SHAPES, "metavar": f"{{{','.join(PUBLISHED)}}}"}
     step.add_argument("--shape", default=StepBench.shape, **shapes)
     memory.add_argument("--shapes", default=PUBLISHED, nargs="+", **shapes)
     add_fields(step, StepBench, CHOICES, skip=("shape", "memory"))
     add_fields(memory, CapacityTable, CHOICES, skip=("shapes",))
+    add_fields(fixed, FixedBench)
     step.add_argument("--no_memory", action="store_true", help="skip the memory measurement")
     step.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
-    for command in (step, memory):
+    for command in (step, memory, fixed):
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -142,6 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(what: str, json: bool, **settings: Any) -> str:
     """The result of a command: JSON or a table."""
+    if what == "fixed":
+        result = run_fixed(FixedBench(**settings))
+        return dumps(result, indent=1) if json else fixed_table(result)
     if what == "memory":
         asked = CapacityTable(**{**settings, "shapes": tuple(settings["shapes"])})
         rows = capacity(asked)

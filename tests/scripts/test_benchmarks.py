@@ -357,3 +357,13 @@ def test_what_fits_is_estimated_and_measured(monkeypatch, capsys):
     assert row["estimate"]["step"] > 6.65e9 * 2
     assert main(["memory", "--device_memory", "0"]) == 2
     assert "device_memory=0.0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fixed_costs_are_of_steps_that_take_turns_and_of_their_parts(capsys):
+    words = ["fixed", "--rows", "300", "--batch_size", "4", "--steps", "3", "--json"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out  # the trainers' logs come first
+    result = json.loads(printed[printed.index('{\n "settings"') :])
+    assert set(result["seconds"]) == {"dpzero", "trainer"}
+    assert {"sample", "noise", "ledger"} <= {k for k, taken in result["parts"].items() if taken > 0}
