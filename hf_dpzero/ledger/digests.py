@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,35 +17,68 @@ from hf_dpzero.perturbation.sharding import is_sharded, whole
 from hf_dpzero.perturbation.trainable import has_plain_storage
 
 _CHUNK = 1 << 24  # bytes on their way to the CPU, for each thread
-_THREADS = 4
+_THREADS = min(8, os.cpu_count() or 1)
+_SMALL = 1 << 20  # bytes that take no longer than handing them to a thread
 
 
-@torch.no_grad()
-def digest_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 (hex) over name, dtype, shape and bytes of every tensor, in order."""
+def digest_tensors(
+    named_tensors: Iterable[tuple[str, Tensor]], known: Mapping[str, str] | None = None
+) -> str:
+    """SHA-256 (hex) over name, dtype, shape and the SHA-256 of the bytes of every tensor, in order.
+
+    Args:
+      named_tensors: perhaps read as they are asked for; a few are held at a time.
+      known: `checksums` of some of them, which are not read again.
+    """
     digest = hashlib.sha256()
-    for name, tensor in named_tensors:
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        _add_bytes(digest, tensor)
+    for name, tensor, bytes_ in _each(named_tensors, known or {}):
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{bytes_}|".encode())
     return digest.hexdigest()
 
 
-def _add_bytes(digest: hashlib._Hash, tensor: Tensor) -> None:
-    content = whole(tensor).detach().contiguous().view(-1).view(torch.uint8)
-    # In chunks: a tensor on an accelerator is never on the CPU as a whole.
+def _each(
+    named_tensors: Iterable[tuple[str, Tensor]], known: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor, str]]:
+    """Tensors with the SHA-256 of their bytes, in order; hashlib works outside Python's lock."""
+    found: Callable[[], str]
+    waiting: deque[tuple[str, Tensor, Callable[[], str]]] = deque()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for name, tensor in named_tensors:
+            if name in known:
+                found = functools.partial(known.__getitem__, name)
+            elif is_sharded(tensor) or tensor.nbytes < _SMALL:  # all processes gather in one order
+                found = functools.partial(str, _checksum(tensor))
+            else:
+                found = pool.submit(_checksum, tensor).result
+            waiting.append((name, tensor, found))
+            if len(waiting) > 2 * _THREADS:
+                name, tensor, found = waiting.popleft()
+                yield name, tensor, found()
+        for name, tensor, found in waiting:
+            yield name, tensor, found()
+
+
+@torch.no_grad()
+def _checksum(tensor: Tensor) -> str:
+    """SHA-256 (hex) of the bytes; in chunks: one on an accelerator is never on the CPU as a whole."""
+    content, digest = (
+        whole(tensor).detach().contiguous().view(-1).view(torch.uint8),
+        hashlib.sha256(),
+    )
     for start in range(0, content.numel(), _CHUNK):
         digest.update(content[start : start + _CHUNK].cpu().numpy().data)
+    return digest.hexdigest()
 
 
-def digest_model(model: nn.Module) -> str:
+def digest_model(model: nn.Module, known: Mapping[str, str] | None = None) -> str:
     """SHA-256 (hex) over every parameter of `model`, frozen ones included, tied ones once.
 
     Quantised layers also count with what else makes their weights: the scales of bitsandbytes, and
     buffers (GPTQ, AWQ and BitNet keep even their integers there). Two bases may differ in these alone.
-    Models that are not quantised are named by their parameters alone.
+    Models that are not quantised are named by their parameters alone. For `known` see `digest_tensors`.
     """
     scales, buffers = _quantisation_scales(model), _quantised_buffers(model)
-    return digest_tensors([*model.named_parameters(), *scales, *buffers])
+    return digest_tensors([*model.named_parameters(), *scales, *buffers], known)
 
 
 def _quantisation_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -89,19 +125,10 @@ def checksums(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     Tensors without plain storage (see `perturbation.trainable.has_plain_storage`) are left out. Those
     that are split over processes are gathered one by one, on all processes.
     """
-    every = dict(named_tensors)
-    plain = {name: tensor for name, tensor in every.items() if has_plain_storage(tensor)}
-    split = {name: _checksum(tensor) for name, tensor in every.items() if is_sharded(tensor)}
-    with ThreadPoolExecutor(_THREADS) as pool:  # hashlib works outside the interpreter's lock
-        return split | dict(zip(plain, pool.map(_checksum, plain.values()), strict=True))
+    plain = ((n, t) for n, t in named_tensors if is_sharded(t) or has_plain_storage(t))
+    return {name: found for name, _, found in _each(plain, {})}
 
 
-def _checksum(tensor: Tensor) -> str:
-    digest = hashlib.sha256()
-    _add_bytes(digest, tensor)
-    return digest.hexdigest()
-
-
-def state_digest(model: nn.Module) -> str:
-    """SHA-256 (hex) over parameters and buffers: what a run may have changed."""
-    return digest_tensors([*model.named_parameters(), *model.named_buffers()])
+def state_digest(model: nn.Module, known: Mapping[str, str] | None = None) -> str:
+    """SHA-256 (hex) over parameters and buffers: what a run may have changed; see `digest_tensors`."""
+    return digest_tensors([*model.named_parameters(), *model.named_buffers()], known)

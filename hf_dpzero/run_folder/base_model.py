@@ -190,10 +190,16 @@ def check_extended_start(model: nn.Module, folder: str) -> str:
     return EQUAL_BUT_NEW if compared and unknown.intersection(compared.fresh) else EXTENDED
 
 
-def digest_frozen(model: nn.Module) -> str:
-    """Returns SHA-256 (hex) over the frozen parameters, which a resumed run must find unchanged."""
-    frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
-    return hashlib.sha256(json.dumps(checksums(frozen), sort_keys=True).encode()).hexdigest()
+def digest_frozen(model: nn.Module, known: Mapping[str, str] | None = None) -> str:
+    """Returns SHA-256 (hex) over the frozen parameters, which a resumed run must find unchanged.
+
+    `known` are `checksums` of all parameters, which are not read again then.
+    """
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    sums = (
+        checksums(frozen.items()) if known is None else {n: known[n] for n in known.keys() & frozen}
+    )
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def check_frozen(model: nn.Module, header: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers.utils import logging
 
 from hf_dpzero.batches.shapes import forward_passes
-from hf_dpzero.ledger.digests import digest_model, state_digest
+from hf_dpzero.ledger.digests import checksums, digest_model, state_digest
 from hf_dpzero.ledger.log_file import LedgerError, split_header
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.parallel import collectives
@@ -215,20 +215,22 @@ def start_or_resume(
         check_resumed(run.plan, ledger)
         if checkpoint is not None:
             return RunState(ledger, load_state(checkpoint, ledger), "")
-        _check_replayed(run, ledger)
+        sums = checksums(run.model.named_parameters())
+        _check_replayed(run, ledger, digest_model(run.model, sums))
     except (ValueError, RankError):
         ledger.close()  # others may open it once the user has corrected the settings
         raise
-    return RunState(ledger, None, state_digest(run.model))
+    return RunState(ledger, None, state_digest(run.model, sums))
 
 
 def _start(run: Run, header: dict[str, Any]) -> RunState:
     """Writes a new ledger: on disk on rank 0, in memory on the others."""
     header["base_weights"], compared = _checked_start(run)
     # On all processes: parts of a parameter are gathered from all of them for its digest.
+    sums = checksums(run.model.named_parameters())
     header |= {
-        "base_model_digest": digest_model(run.model),
-        "frozen_digest": digest_frozen(run.model),
+        "base_model_digest": digest_model(run.model, sums),
+        "frozen_digest": digest_frozen(run.model, sums),
         "earlier_runs": run.earlier_runs,
         "forward_passes": forward_passes(run.shapes),
         "processes": mesh_words(run.mesh, run.sharded),
@@ -245,7 +247,7 @@ def _start(run: Run, header: dict[str, Any]) -> RunState:
         lambda: Trajectory.create(path, header), lambda: Trajectory(header)
     )
     _keep_initial_values(run, compared, header["base_model_digest"])
-    return RunState(ledger, None, state_digest(run.model))
+    return RunState(ledger, None, state_digest(run.model, sums))
 
 
 def _checked_start(run: Run) -> tuple[str, Comparison | None]:
@@ -299,8 +301,11 @@ def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
         )
 
 
-def _check_replayed(run: Run, ledger: Trajectory) -> None:
-    """Refuses to replay a ledger where that would not give the interrupted run's weights."""
+def _check_replayed(run: Run, ledger: Trajectory, found: str) -> None:
+    """Refuses to replay a ledger where that would not give the interrupted run's weights.
+
+    `found` is the model's digest.
+    """
     if ledger.releases and not ledger.header["replayable"]:
         raise LedgerError(
             f"{ledger.path} holds {ledger.next_step} steps of {run.args.method}, which released "
@@ -308,7 +313,7 @@ def _check_replayed(run: Run, ledger: Trajectory) -> None:
             "is lost. Train in another output_dir (both runs then count, where they are on the same "
             "data), and save checkpoints (save_strategy='steps')."
         )
-    if digest_model(run.model) != ledger.header["base_model_digest"]:
+    if found != ledger.header["base_model_digest"]:
         raise LedgerError(
             f"there is no checkpoint, so the {ledger.next_step} steps of {ledger.path} are replayed on "
             "the base, and this model is not the base that they began with (its digest differs): load "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dpzero.ledger.digests import digest_model, digest_tensors
+from hf_dpzero.ledger import digests
+from hf_dpzero.ledger.digests import checksums, digest_model, digest_tensors, state_digest
 
 
 class PackedLinear(nn.Module):
@@ -100,3 +103,36 @@ def test_digest_of_a_model_counts_frozen_parameters():
     assert digest_model(model) == before
     model.bias.data[0] += 1
     assert digest_model(model) != before
+
+
+def test_a_tensor_may_be_hashed_in_a_thread_known_or_read_late(monkeypatch):
+    """The digest is one of digests in the order of the tensors, however they came."""
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 5), PackedLinear()])
+    sums = checksums(model.named_parameters())
+    expected = hashlib.sha256()
+    for name, tensor in model.named_parameters():
+        content = hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
+        expected.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{content}|".encode())
+    alone = digest_tensors(model.named_parameters())
+    assert alone == expected.hexdigest()
+    states = state_digest(model), digest_model(model)
+    monkeypatch.setattr(digests, "_SMALL", 0)  # each in a thread
+    monkeypatch.setattr(digests, "_THREADS", 1)  # a window of two
+    assert digest_tensors(model.named_parameters()) == alone
+    assert (state_digest(model), digest_model(model)) == states
+    held, most = 0, 0
+
+    def late():
+        nonlocal held, most
+        for name, tensor in model.named_parameters():
+            held += 1
+            most = max(most, held)
+            yield name, tensor
+
+    for _ in digests._each(late(), {}):
+        held -= 1
+    assert most == 3
+    with monkeypatch.context() as no_reading:
+        no_reading.setattr(digests, "_checksum", lambda tensor: pytest.fail("read again"))
+        assert digest_tensors(model.named_parameters(), sums) == alone
+    assert (state_digest(model, sums), digest_model(model, sums)) == states
