@@ -52,7 +52,9 @@ DITHERS = 128
 _PART = 1 << 16  # squares below 2^47 that an int64 sum holds
 _SURE_DIMENSION = 149  # above it, a sphere's sqrt(d)/||z|| lies in [1/2, 2] whatever happens
 _DOMAIN_DIRECTION, _DOMAIN_TENSOR, _DOMAIN_PERTURBATION = 0, 1, 2
-SumOfSquares = Callable[[Words, int, int], int]
+Places = Sequence[tuple[int, int]]
+"""(first index, number) of some coordinates, ascending."""
+SumOfSquares = Callable[[Words, Places], int]
 
 
 class Direction(NamedTuple):
@@ -220,8 +222,7 @@ class DirectionStream:
         """Returns ||z||^2, summed in exact integers (multiples of 2^-42): chunks do not matter."""
         if self.distribution == "rademacher":
             return float(sum(size for _, size in self.layout))
-        total = sum(self._sum_of_squares(self.key, *place) for place in self.layout)
-        return total * NORMAL_UNIT**2
+        return self._sum_of_squares(self.key, self.layout) * NORMAL_UNIT**2
 
     def raw(self, start: int, count: int) -> Tensor:
         """Returns coordinates before `scale`, exact: float32 [count] on the CPU, from any index on."""
@@ -305,12 +306,13 @@ def coordinates(key: Words, gaussian: bool, start: int, count: int) -> NDArray[n
     return rows.reshape(-1)[start - first * tile :][:count]
 
 
-def sum_of_squared_normals(key: Words, start: int, count: int) -> int:
-    """Returns the exact sum of z^2 over `count` coordinates from any index on, in units of 2^-42."""
+def sum_of_squared_normals(key: Words, places: Places) -> int:
+    """Returns the exact sum of z^2 over the coordinates of these places, in units of 2^-42."""
     total = 0
-    for first in range(start, start + count, _PART):
-        z = coordinates(key, True, first, min(_PART, start + count - first)).astype(np.int64)
-        total += int(np.dot(z, z))
+    for start, count in places:
+        for first in range(start, start + count, _PART):
+            z = coordinates(key, True, first, min(_PART, start + count - first)).astype(np.int64)
+            total += int(np.dot(z, z))
     return total
 
 

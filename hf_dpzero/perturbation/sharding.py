@@ -213,7 +213,7 @@ class ShardedStream(DirectionStream):
         if self.distribution == "rademacher":
             return super().squared_norm()
         if self.direction not in self._known:
-            own = sum(self._sum_of_squares(self.key, *part) for part in self._parts)
+            own = self._sum_of_squares(self.key, self._parts)
             # The exact sum of integers below 2^93 travels as two int64.
             box = torch.tensor([own % _HALF, own // _HALF], device=self._mesh.device_type)
             dist.all_reduce(box, group=self._mesh.get_group())

@@ -310,8 +310,8 @@ def test_small_spheres_never_raise_whatever_the_draw():
 def test_a_broken_generator_is_noticed(size, factor):
     """A norm of 150 normals or more is within a factor of 2 of its mean, whatever was drawn."""
 
-    def sum_of_squares(key, start, count):
-        return int(factor * count * 2**42)
+    def sum_of_squares(key, places):
+        return int(factor * size * 2**42)
 
     stream = DirectionStream(Direction(1, 0), "sphere", [(0, size)], sum_of_squares)
     with pytest.raises(ArithmeticError, match="cannot happen; broken generator"):

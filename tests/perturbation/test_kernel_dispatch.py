@@ -194,18 +194,16 @@ def test_coordinates_are_the_directions(gaussian, compiled, monkeypatch):
         assert torch.equal(found.double() / unit, torch.from_numpy(expected).double())
 
 
-@pytest.mark.parametrize("chunk", [96, 1 << 20])
-def test_sums_of_squares_are_the_same_integers(chunk, monkeypatch):
-    """Whatever the chunks; and no sum that int64 holds can overflow, at the widest normal."""
-    monkeypatch.setattr(dispatch, "_NORM_CHUNK", chunk)
-    key, n = np.arange(4, dtype=np.uint32), 3000 if chunk == 96 else 300_000
-    z = directions.coordinates(key, True, 17, n).astype(object)
-    exact = int((z * z).sum())
-    assert dispatch.sum_of_squared_normals(key, 17, n, torch.device("cpu")) == exact
-    assert directions.sum_of_squared_normals(key, 17, n) == exact
+def test_sums_of_squares_are_the_same_integers():
+    """Over several places; and no sum that int64 holds can overflow, at the widest normal."""
+    key, places = np.arange(4, dtype=np.uint32), [(17, 300_000), (400_000, 3)]
+    z = np.concatenate([directions.coordinates(key, True, *place) for place in places])
+    exact = int((z.astype(object) ** 2).sum())
+    assert dispatch.sum_of_squared_normals(key, places, torch.device("cpu")) == exact
+    assert directions.sum_of_squared_normals(key, places) == exact
     widest = round(directions.largest_coordinate("gaussian") * 2**21)
-    assert dispatch._SAFE_SUM * widest**2 < 2**63  # what is summed in int64 cannot overflow
-    assert directions._PART * widest**2 < 2**63
+    assert directions._PART * widest**2 < 2**63  # what is summed in int64 cannot overflow
+    assert 4 * 2**13 * widest**2 < 2**63  # four words of a program's tiles, on a GPU
 
 
 @pytest.fixture

@@ -135,6 +135,19 @@ def test_tensors_at_places_of_their_own_in_one_launch(device, kind, terms):
             assert same_bits(out.cpu(), expected), n
 
 
+@pytest.mark.parametrize("programs", [1, 2048])
+def test_sums_of_squares_are_exact_over_gaps_and_runs(device, programs, monkeypatch):
+    """Rows with gaps between tensors, a place far away, programs with several tiles."""
+    monkeypatch.setattr(kernels(), "_PROGRAMS", programs)
+    for places in ([(0, 5000), (5024, 33), (5088, 64), ((1 << 33) + 96, 7)], []):
+        exact = directions.sum_of_squared_normals(KEYS[0], places)
+        assert kernels().sum_of_squared_normals(KEYS[0], places, device) == exact
+    if device.type == "cuda":
+        places = [(96, 20_000_000)]
+        exact = dispatch.sum_of_squared_normals(KEYS[0], places, torch.device("cpu"))
+        assert kernels().sum_of_squared_normals(KEYS[0], places, device) == exact
+
+
 PIECES = np.array([42 * 96, 5000 * 96, 0])
 """Rows 42 (which straddles two tiles), 5000 and 0 of a tensor with rows of 96."""
 

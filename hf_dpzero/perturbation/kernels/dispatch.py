@@ -32,7 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dpzero.perturbation.directions import DITHER_STEP, LANES, NORMAL_UNIT
+from hf_dpzero.perturbation import directions
+from hf_dpzero.perturbation.directions import DITHER_STEP, LANES, NORMAL_UNIT, Places
 from hf_dpzero.perturbation.kernels import torch_reference
 from hf_dpzero.perturbation.kernels.torch_reference import (
     Decay,
@@ -45,8 +46,6 @@ from hf_dpzero.perturbation.kernels.torch_reference import (
     Unsigned,
 )
 
-_NORM_CHUNK = 1 << 20
-_SAFE_SUM = 1 << 16  # squares below 2^47 that an int64 sum holds
 _OLDEST_CAPABILITY = (7, 0)  # what Triton's NVIDIA backend has been made to compile for
 
 
@@ -237,17 +236,13 @@ def coordinates(
     return out[lead:]
 
 
-def sum_of_squared_normals(key: Unsigned, start: int, count: int, device: torch.device) -> int:
+def sum_of_squared_normals(key: Unsigned, places: Places, device: torch.device) -> int:
     """Computes `directions.sum_of_squared_normals` on a device: exact, in units of 2^-42."""
-    compiled = _cpu_kernels() if device.type == "cpu" else None
+    compiled = _cuda_kernels(device) if device.type == "cuda" else None
     if compiled is not None:
-        return int(compiled.sum_of_squared_normals(key, start, count))
-    total = 0
-    for first in range(start, start + count, _NORM_CHUNK):
-        z = coordinates(key, True, first, min(_NORM_CHUNK, start + count - first), device)
-        squares = (z / NORMAL_UNIT).long().square_()
-        total += sum(int(part.sum()) for part in squares.split(_SAFE_SUM))
-    return total
+        return int(compiled.sum_of_squared_normals(key, places, device))
+    compiled = _cpu_kernels() or directions
+    return int(compiled.sum_of_squared_normals(key, places))
 
 
 def kernels_for(device: torch.device) -> Kernels:

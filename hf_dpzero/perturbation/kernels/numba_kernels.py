@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dpzero.perturbation.directions import DITHER_STEP, LANES
+from hf_dpzero.perturbation.directions import DITHER_STEP, LANES, Places
 from hf_dpzero.perturbation.kernels.numba_tiles import (
     LINE,
     TILE,
@@ -195,15 +195,16 @@ def _squares_range(first, key, table, begin, end):
     return low, high
 
 
-def sum_of_squared_normals(key: Unsigned, start: int, count: int) -> int:
+def sum_of_squared_normals(key: Unsigned, places: Places) -> int:
     """Computes `directions.sum_of_squared_normals`."""
     sums: list[int] = []  # integers: their order does not matter
 
-    def work(begin: int, end: int) -> None:
+    def work(start: int, begin: int, end: int) -> None:
         low, high = _squares_range(start, key, normal_cells(), begin, end)
         sums.append(int(low) + (int(high) << 32))
 
-    in_parallel(work, count, start % TILE)
+    for start, count in places:
+        in_parallel(functools.partial(work, start), count, start % TILE)
     return sum(sums)
 
 

@@ -147,12 +147,12 @@ def _signed(amount, words, GAUSSIAN: tl.constexpr):
 
 @triton.jit
 def _normal(words, normals):
-    """z of each word; `normals` holds center << 32 | half as int64, so that one load has both."""
+    """z of each word, in units of 2^-21; `normals` holds center << 32 | half, so one load has both."""
     s = (words & 255) + ((words >> 8) & 255) + ((words >> 16) & 255)
     b = ((words >> 24) & 127).to(tl.int32)
     both = tl.load(normals + s.to(tl.int32))
     center = (both >> 32).to(tl.int32)
-    return (center + (2 * b - 127) * both.to(tl.int32)).to(tl.float32) * _NORMAL_UNIT
+    return center + (2 * b - 127) * both.to(tl.int32)
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def _add(
     if not GAUSSIAN:
         return acc + _signed(amount, words, GAUSSIAN)
     else:
-        z = _normal(words, normals)
+        z = _normal(words, normals).to(tl.float32) * _NORMAL_UNIT
         if not GRID:
             return acc + z * amount
         else:
@@ -292,6 +292,34 @@ def _store(
         acc = _round_bfloat16(acc, dither) if ROUND == BFLOAT16 else _round_float16(acc, dither)
     where = _valid(word, begin, end, GAUSSIAN, EVEN)
     tl.store(out + first_row * LANES + _places(word, GAUSSIAN), acc, mask=where)
+
+
+@triton.jit
+def _square(words, normals, first, begin, end, word: tl.constexpr):
+    """z^2 of the coordinates that a word serves, int64 [32, 32], in units of 2^-42; 0 outside."""
+    z, place = _normal(words, normals).to(tl.int64), first + _places(word, True)
+    return tl.where((place >= begin) & (place < end), z * z, 0)
+
+
+@triton.jit(do_not_specialize=["first_tile", "tiles", "begin", "end", *_FREE[5:9]])
+def squares(sums, normals, first_tile, tiles, begin, end, key0, key1, key2, key3):
+    """sums int64 [programs, 1024]: of the squares of normals begin .. end, counted from first_tile on.
+
+    Exact where a program has at most 2^13 of the tiles: a square is below 2^47.
+    """
+    k0, k1 = _key(None, key0, 0, 0), _key(None, key1, 1, 0)
+    n0, n1 = _key(None, key2, 2, 0), _key(None, key3, 3, 0)
+    tile, slot = tl.program_id(0).to(tl.int64), _places(0, False)
+    own, total = tile * (GROUP * LANES), (slot * 0).to(tl.int64)
+    while tile < tiles:
+        w0, w1, w2, w3 = _words(tile + first_tile, n0, n1, k0, k1, True)
+        first = tile * (ROWS * LANES)
+        total += _square(w0, normals, first, begin, end, 0)
+        total += _square(w1, normals, first, begin, end, 1)
+        total += _square(w2, normals, first, begin, end, 2)
+        total += _square(w3, normals, first, begin, end, 3)
+        tile += tl.num_programs(0)
+    tl.store(sums + own + slot, total)
 
 
 @triton.jit

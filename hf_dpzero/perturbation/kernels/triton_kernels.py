@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_dpzero.perturbation import directions
+from hf_dpzero.perturbation.directions import Places
 from hf_dpzero.perturbation.kernels.torch_reference import (
     Decay,
     Floats,
@@ -25,13 +26,14 @@ from hf_dpzero.perturbation.kernels.torch_reference import (
     Sweep,
     Unsigned,
 )
-from hf_dpzero.perturbation.kernels.triton_device import ALIGNMENT, PART_FIELDS, walk
+from hf_dpzero.perturbation.kernels.triton_device import ALIGNMENT, PART_FIELDS, squares, walk
 
 SIGNS_WARPS, NORMALS_WARPS = 4, 8
 """Warps of a program, which owns 4096 coordinates. Every warp of signs computes the same 32 Philox
 calls, so fewer warps do less; normals have a call for every 4 coordinates, and with 4 warps more
 live values than a thread of compute capability 9.0 has registers (the compiler spills)."""
 
+_PROGRAMS = 2048  # that share the tiles of a norm
 Fields = Sequence[NDArray[np.generic]]
 _NO_WORDS = [0] * (4 + 5)  # a term's key and numbers, where they are in a table
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `ROUND` of the kernel
@@ -97,6 +99,34 @@ def add_each(sweep: Sweep, parts: Parts) -> None:
             group.parts, group.owners, shape, 0, 0, 0, _NO_WORDS, _after(sweep), group.even,
             group.aligned,
         )  # fmt: skip
+
+
+def sum_of_squared_normals(key: Unsigned, places: Places, device: torch.device) -> int:
+    """Computes `directions.sum_of_squared_normals`; waits for the device once."""
+    runs: list[list[int]] = []
+    gaps: list[tuple[int, int]] = []  # of less than a row, between tensors: subtracted
+    for start, count in places:
+        gap = start - runs[-1][1] if runs else -1
+        if 0 <= gap < directions.LANES:
+            gaps.append((start - gap, gap))
+            runs[-1][1] = start + count
+        else:
+            runs.append([start, start + count])
+    halves = torch.zeros(2, dtype=torch.int64, device=device)
+    for start, stop in runs:
+        tile, begin = divmod(start, directions.SIGNS_TILE)
+        end = begin + stop - start
+        tiles = -(-end // directions.SIGNS_TILE)
+        programs = min(tiles, max(_PROGRAMS, tiles >> 12))
+        sums = torch.empty(programs, 1024, dtype=torch.int64, device=device)
+        words = key.view(np.int32).tolist()
+        with _on(device):
+            squares[(programs,)](
+                sums, _tables(device), tile, tiles, begin, end, *words, num_warps=NORMALS_WARPS
+            )
+        halves += torch.stack([(sums & 0xFFFFFFFF).sum(), (sums >> 32).sum()])
+    low, high = halves.tolist()
+    return int(low) + (int(high) << 32) - directions.sum_of_squared_normals(key, gaps)
 
 
 class Group(NamedTuple):
@@ -203,8 +233,7 @@ def _walk(
 ) -> None:  # fmt: skip
     """The launch itself, on the device of what is written."""
     device = next(t for t in (out, parts) if t is not None).device
-    cuda = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with cuda:
+    with _on(device):
         walk[grid](
             out, source, table, rows, starts, pieces, parts, owners,
             _tables(device) if variant.gaussian else None,
@@ -214,6 +243,12 @@ def _walk(
             num_warps=NORMALS_WARPS if variant.gaussian else SIGNS_WARPS, num_stages=1,
             enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Makes a device the current one, where it is not: that takes microseconds of a launch."""
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
