@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.objectives.host import sent
 from hf_dpzero.objectives.losses import (
     IGNORE_INDEX,
     Inputs,
@@ -208,11 +209,12 @@ def selected_logits(model: nn.Module, inputs: Inputs, positions: Tensor) -> Tens
     batch, found = right_padded(inputs), list[Tensor]()
     width, mask = batch["input_ids"].shape[1], batch.get("attention_mask")
     if mask is not None and "position_ids" in batch:  # which `right_padded` leaves where they are
-        positions = positions + mask.ne(0).int().argmax(dim=1, keepdim=True)
+        start = mask.ne(0).int().argmax(dim=1, keepdim=True)
+        positions = sent(positions, start.device) + start
 
     def gathered(states: Tensor) -> Tensor:
         """`[B, P, ...]`; virtual tokens of prompt tuning stand in front and are not counted."""
-        return take_columns(states, (positions + states.shape[1] - width).to(states.device))
+        return take_columns(states, sent(positions, states.device) + (states.shape[1] - width))
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         states = args[0] if len(args) == 1 else None

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_dpzero.objectives.host import on_host
 from hf_dpzero.objectives.losses import (
     IGNORE_INDEX,
     TOKEN_KEYS,
@@ -193,7 +194,7 @@ def causal_lm_objective(model: nn.Module, inputs: Inputs, label_smoothing: float
     """
     labels = labels_of(inputs)
     batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
-    labels = batch["labels"]
+    labels = on_host(batch["labels"])
     kept: dict[str, Any] = {}
     if takes(model, "logits_to_keep"):  # the last ones, which answer for all labels; at least 1
         kept = {"logits_to_keep": last_predictors(labels)}

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_dpzero.objectives.host import changed, on_host, sent
+
 Inputs = Mapping[str, Tensor]
 PerExampleLoss = Callable[[nn.Module, Inputs], Tensor]
 
@@ -80,7 +82,8 @@ def classification_losses(
         kind = "multi_label_classification" if several else "single_label_classification"
         kind = "regression" if logits.shape[1] == 1 else kind
     if kind == "single_label_classification":
-        check_labels_in_range(targets := labels.reshape(-1).long(), outputs)
+        check_labels_in_range(labels, outputs)
+        targets = labels.reshape(-1).long()
         return F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
     if label_smoothing:
         raise ValueError(
@@ -98,20 +101,25 @@ def token_losses(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -
 
     Args:
       logits: `[B, T, V]`, any floating dtype; only an example's labelled rows are cast to float32.
-      labels: `[B, T]` integers, -100 where a position carries no label.
+      labels: `[B, T]` integers, -100 where a position carries no label; best on the host.
       label_smoothing: share of each target that is spread evenly over the vocabulary, in [0, 1).
     Returns:
       `[B]` float32; an example without any label token has loss 0.
     """
     check_labels_in_range(labels, logits.shape[-1])
+    labels = on_host(labels)
+    labelled = labels != IGNORE_INDEX
+    counts, device = labelled.sum(dim=1), logits.device
+    places, targets = labelled.nonzero()[:, 1], labels[labelled].long()
+    own = (sent(part, device).split(counts.tolist()) for part in (places, targets))
     losses = []
     # Row by row: the float32 copy of all logits would be [B, T, V].
-    for row, label in zip(logits, labels, strict=True):
-        labelled = label != IGNORE_INDEX
-        tokens = row[labelled].float(), label[labelled].long()
-        total = F.cross_entropy(*tokens, reduction="sum", label_smoothing=label_smoothing)
-        losses.append(total / labelled.sum().clamp(min=1))
-    return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
+    for row, place, target in zip(logits, *own, strict=True):
+        tokens = row.index_select(0, place).float(), target
+        losses.append(F.cross_entropy(*tokens, reduction="sum", label_smoothing=label_smoothing))
+    if not losses:
+        return logits.new_zeros(0, dtype=torch.float32)
+    return torch.stack(losses) / sent(counts.clamp(min=1), device)
 
 
 def last_predictors(labels: Tensor) -> int:
@@ -123,7 +131,7 @@ def last_predictors(labels: Tensor) -> int:
     >>> last_predictors(torch.tensor([[-100, -100, -100, -100, -100, 7, 8, 9]]))
     4
     """
-    predicted = labels.ne(IGNORE_INDEX)[:, 1:].any(dim=0)
+    predicted = on_host(labels).ne(IGNORE_INDEX)[:, 1:].any(dim=0)
     first = int(predicted.int().argmax()) if bool(predicted.any()) else labels.shape[1] - 1
     return power_of_two(labels.shape[1] - first, labels.shape[1])
 
@@ -263,13 +271,18 @@ def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> In
     if mask is None or mask.dim() != 2 or mask.numel() == 0 or "position_ids" in inputs:
         return inputs
     # Without ids (sounds, embeddings) what the mask is over is not known.
+    mask = on_host(mask)
     if ids is None or bool(mask[:, 0].all()):
         return inputs
     start = mask.ne(0).int().argmax(dim=1, keepdim=True)
     length = mask.shape[1]
     index = (torch.arange(length, device=mask.device) + start) % length
     present = (key for key in token_keys if inputs.get(key) is not None)
-    return {**inputs, **{key: take_columns(inputs[key], index) for key in present}}
+
+    def rolled(values: Tensor) -> Tensor:
+        return take_columns(values, sent(index, values.device))
+
+    return {**inputs, **{key: changed(inputs[key], rolled) for key in present}}
 
 
 def batch_size(microbatch: Inputs) -> int:
@@ -341,7 +354,7 @@ def flattened_rows(batch: Mapping[str, Tensor], shape: torch.Size) -> dict[str, 
       A new batch.
     """
     alike = {k: v for k, v in batch.items() if v.shape[:2] == shape[:2] and v.dim() > 2}
-    return {**batch, **{k: v.flatten(0, 1) for k, v in alike.items()}}
+    return {**batch, **{k: changed(v, lambda t: t.flatten(0, 1)) for k, v in alike.items()}}
 
 
 def labels_of(inputs: Inputs, name: str = "labels") -> Tensor:
@@ -427,6 +440,7 @@ def check_labels_in_range(labels: Tensor, classes: int) -> None:
     """
     if labels.is_meta:  # a plan's: shapes without values
         return
+    labels = on_host(labels)
     outside = (labels >= classes) | ((labels < 0) & (labels != IGNORE_INDEX))
     if bool(outside.any()):
         raise ValueError(

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.generation import greedy, selected_logits
+from hf_dpzero.objectives.host import on_host, sent
 from hf_dpzero.objectives.losses import (
     IGNORE_INDEX,
     TOKEN_KEYS,
@@ -122,7 +123,7 @@ class LabelWords(ClassScores):
         positions = required(inputs, "positions", self)
         _check_inside(positions, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
         logits = selected_logits(model, self._for_model(inputs), positions.unsqueeze(1))
-        words = torch.tensor(self.token_ids, device=logits.device)
+        words = sent(torch.tensor(self.token_ids), logits.device)
         return logits[:, 0].index_select(1, words).float()
 
 
@@ -165,7 +166,7 @@ class Candidates(ClassScores):
                 f"and {list(answers.shape)}: collate one row of L candidates for each example."
             )
         rows = right_padded(flattened_rows(self._for_model(inputs), shape))
-        positions, targets = _answer_targets(rows, answers.flatten())
+        positions, targets = _answer_targets(rows, on_host(answers).flatten())
         losses = token_losses(selected_logits(model, rows, positions), targets)
         return -losses.reshape(shape[:2])
 
@@ -196,7 +197,7 @@ class Answers(PromptObjective):
         """Mean cross entropy of the row's own answer tokens, `[B]` float32; 0 without any."""
         labels_of(inputs)
         batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
-        positions, targets = _labelled_targets(batch["labels"])
+        positions, targets = _labelled_targets(on_host(batch["labels"]))
         return token_losses(selected_logits(model, self._for_model(batch), positions), targets)
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
@@ -240,7 +241,7 @@ class Answers(PromptObjective):
 
 def _answer_targets(rows: Inputs, answers: Tensor) -> tuple[Tensor, Tensor]:
     """Positions and next tokens `[R, P]` of each row's last `answers[r]` tokens; -100 for no token."""
-    ids = rows["input_ids"]
+    ids = on_host(rows["input_ids"])
     lengths = _lengths(rows)
     outside = (answers < 1) | (answers >= lengths)
     if bool(outside.any()):
@@ -258,10 +259,10 @@ def _answer_targets(rows: Inputs, answers: Tensor) -> tuple[Tensor, Tensor]:
 
 def _lengths(rows: Inputs) -> Tensor:
     """`[R]`: up to and with each row's last attended token, of rows padded on the right."""
-    mask, width = rows.get("attention_mask"), rows["input_ids"].shape[1]
+    mask, ids = rows.get("attention_mask"), on_host(rows["input_ids"])
     if mask is None:
-        return torch.full_like(rows["input_ids"][:, 0], width)
-    return width - mask.ne(0).flip(1).int().argmax(dim=1)
+        return torch.full_like(ids[:, 0], ids.shape[1])
+    return ids.shape[1] - on_host(mask).ne(0).flip(1).int().argmax(dim=1)
 
 
 def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,6 +278,7 @@ def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:
 def _check_inside(positions: Tensor, mask: Tensor | None, width: int) -> None:
     """Every position must be one of its row's own tokens."""
     lengths: Tensor | int = width
+    positions, mask = on_host(positions), None if mask is None else on_host(mask)
     if mask is not None:
         first, last = (m.ne(0).int().argmax(dim=1) for m in (mask, mask.flip(1)))
         lengths = width - first - last

@@ -25,6 +25,7 @@ from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.ledger.digests import state_digest
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.host import sent
 from hf_dpzero.objectives.losses import Inputs, PerExampleLoss
 from hf_dpzero.parallel import collectives, fsdp
 from hf_dpzero.parallel.offload import settle_offloaded
@@ -258,6 +259,12 @@ class DPZeroMixin(PublishingTrainer):
             return Rows(kept, self.data_collator)
         collate = self._get_collator_with_removed_columns(self.data_collator, "training")
         return Rows(dataset, collate)
+
+    def _prepare_input(self, data: Any) -> Any:
+        # The base class sends a microbatch anew for each pass, and waits for it.
+        if isinstance(data, Tensor):
+            return sent(data, self.args.device)
+        return super()._prepare_input(data)
 
     def _on_device(self, objective: PerExampleLoss, model: nn.Module, inputs: Inputs) -> Tensor:
         with self.compute_loss_context_manager():
