@@ -6,12 +6,14 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from hf_dpzero.batches.columns import Block, Columns, columns_of
 from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import batch_size, num_examples
@@ -51,6 +53,9 @@ class Rows:
           ValueError: the data set or the collator merges, splits or drops examples; then a row is
             not an example, and clipping rows would not bound an example.
         """
+        blocks = self.collate_blocks(indices) if len(indices) else None
+        if blocks and len(blocks) == 1:
+            return blocks[0][1]
         with isolated_randomness():
             rows = self._fetched(indices)
             batch = self.collate(rows)
@@ -70,6 +75,14 @@ class Rows:
             _check_rows(1, 1, batch_size(batch))
         _check_rows(len(indices), len(rows), len(batches))
         return batches
+
+    def collate_blocks(self, indices: list[int]) -> list[Block] | None:
+        """The rows of `collate_each` in blocks of one shape, where columns tell them (`Columns`)."""
+        return None if self._columns is None else self._columns.blocks(indices)
+
+    @cached_property
+    def _columns(self) -> Columns | None:
+        return columns_of(self.dataset, self.collate)
 
     def _transforms(self) -> bool:
         """Whether the data set makes its rows on access (`with_transform`, `set_transform`)."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dpzero.batches.columns import Block
 from hf_dpzero.batches.placement import Placement, bucket
 from hf_dpzero.estimators.random_state import drawing_from
 from hf_dpzero.objectives.losses import (
@@ -24,6 +25,7 @@ from hf_dpzero.objectives.losses import (
     TOKEN_KEYS,
     PaddedMicrobatch,
     base_model,
+    batch_size,
     last_predictors,
     power_of_two,
     right_padded,
@@ -167,12 +169,17 @@ def unmasked(row: Row) -> frozenset[str]:
     >>> unmasked({"attention_mask": torch.tensor([[1, 1]])})
     frozenset({'attention_mask'})
     """
-    given = ((name, row.get(name)) for name in _MASKS)
-    whole = {name for name, mask in given if mask is not None and bool(mask.ne(0).all())}
-    positions = row.get(_PLACES)
-    if positions is not None and bool(positions.diff(dim=-1).eq(1).all()):
-        whole.add(_PLACES)
-    return frozenset(whole)
+    return unmasked_each(row)[0]
+
+
+def unmasked_each(batch: Row) -> list[frozenset[str]]:
+    """Returns `unmasked` of each row of a batch."""
+    found = {name: batch[name].ne(0) for name in _MASKS if batch.get(name) is not None}
+    if (positions := batch.get(_PLACES)) is not None:
+        found[_PLACES] = positions.diff(dim=-1).eq(1)
+    whole = {name: true[:, None].flatten(1).all(1).tolist() for name, true in found.items()}
+    rows = range(batch_size(batch))
+    return [frozenset(name for name, of_rows in whole.items() if of_rows[i]) for i in rows]
 
 
 def blank_like(row: Row, side: str = "right") -> dict[str, Tensor]:
@@ -219,6 +226,7 @@ class PassShapes:
       pad_token_id: None where there is none.
       collate_stacked: row numbers -> batch, where rows are stacked and nothing else (much faster for
         thousands of stored features); None elsewhere.
+      collate_blocks: row numbers -> the same rows in blocks of one shape, where these are made faster.
       decoder_length: tokens that a decoder takes; None for any number.
       row_signature: `kind_of` every row; None for any.
       row_sizes: of row 0's tensors, which every row then has too; None for any.
@@ -231,6 +239,7 @@ class PassShapes:
     padding_side: str = "right"
     pad_token_id: int | None = None
     collate_stacked: Callable[[list[int]], Mapping[str, Tensor]] | None = None
+    collate_blocks: Callable[[list[int]], list[Block] | None] | None = None
     decoder_length: int | None = None
     row_signature: Signature | None = None
     row_sizes: Mapping[str, torch.Size] | None = None
@@ -270,7 +279,7 @@ class PassShapes:
         Raises:
           ValueError: as `microbatches`.
         """
-        rows: list[Row] = []
+        rows: dict[int, Row] = {}
         groups: dict[Signature, list[int]] = {}  # places of each shape, in the order given
         # All rows have one shape, so no process collates another's.
         if self.collate_stacked is not None or self.one_by_one:
@@ -278,13 +287,10 @@ class PassShapes:
         elif len(indices):
             with drawing_from(
                 entropy
-            ):  # every process collates every row, and needs the same widths
-                collated = self.collate_each(list(indices))
-            for place, alone in enumerate(collated):
-                row = self.in_bucket(alone)
-                shape = (*shape_of(row), unmasked(row))
-                groups.setdefault((width_of(row), shape), []).append(place)
-                rows.append(row)
+            ):  # every process collates all rows, and needs the same widths
+                rows, shaped = self._in_buckets(list(indices))
+            for place in range(len(indices)):
+                groups.setdefault(shaped[place], []).append(place)
         plans: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(shares)]
         for (width, _), group in groups.items():
             for number, part in enumerate(self.placement.filled(width, len(group))):
@@ -303,6 +309,23 @@ class PassShapes:
                 PaddedMicrobatch(self._of_kind(row), 1, [place]) for row, place in pairs
             ], places
         return [self.filled([rows[i] for i in c], slots, c) for slots, c in plans[share]], places
+
+    def _in_buckets(self, indices: list[int]) -> tuple[dict[int, Row], dict[int, Signature]]:
+        """The rows, widened, and their widths and shapes, by place."""
+        rows, shaped, blocks = dict[int, Row](), dict[int, Signature](), None
+        if self.collate_blocks is not None:
+            blocks = self.collate_blocks(indices)
+        for places, block in blocks or (
+            ([i], row) for i, row in enumerate(self.collate_each(indices))
+        ):
+            first = block if len(places) == 1 else {name: v[:1] for name, v in block.items()}
+            self._of_kind(first)
+            wide = self.in_bucket(block)
+            apart = [wide] if len(places) == 1 else split(wide)
+            shape, width = shape_of(apart[0]), width_of(wide)
+            for place, row, whole in zip(places, apart, unmasked_each(wide), strict=True):
+                rows[place], shaped[place] = row, (width, (*shape, whole))
+        return rows, shaped
 
     def _stacked(
         self, indices: Sequence[int], plan: Sequence[tuple[int, Sequence[int]]]
@@ -323,8 +346,8 @@ class PassShapes:
             start = stop
 
     def in_bucket(self, batch: Row) -> dict[str, Tensor]:
-        """Widens a collated row to what its own length gives; a new batch of one."""
-        wide, ids = dict(self._of_kind(batch)), batch.get("input_ids")
+        """Widens collated rows of one length to what that gives; a new batch."""
+        wide, ids = dict(batch), batch.get("input_ids")
         if (shape := masked_shape(batch)) is not None:
             most, cut = (self.context_length, self.max_length) if ids is not None else (None, None)
             columns = bucket(shape[-1], most, cut, self.placement.step) - shape[-1]
@@ -359,13 +382,19 @@ class PassShapes:
         self, rows: Sequence[Row], slots: int, places: Sequence[int] | None = None
     ) -> PaddedMicrobatch:
         """Makes rows of one shape, at most `slots`, one pass of so many; blanks take the rest."""
-        blanks = [blank_like(rows[0], self.padding_side)] * (slots - len(rows))
-        return PaddedMicrobatch(stacked([*rows, *blanks]), len(rows), places)
+        blank = [blank_like(rows[0], self.padding_side)] if slots > len(rows) else []
+        return PaddedMicrobatch(stacked([*rows, *blank * (slots - len(rows))]), len(rows), places)
 
 
 def stacked(rows: Sequence[Row]) -> dict[str, Tensor]:
     """Joins batches of one of one shape."""
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def split(batch: Row) -> list[Row]:
+    """Returns the rows as batches of one: views."""
+    parts = zip(*(value.split(1) for value in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
 
 
 def width_of(row: Row) -> int:

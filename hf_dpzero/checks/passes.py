@@ -77,6 +77,7 @@ def shapes_of(run: Run) -> PassShapes | None:
         padding_side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
         pad_token_id=getattr(config, "pad_token_id", None) if pad is None else pad,
         collate_stacked=rows.collate_rows if rows.are_stacked() else None,
+        collate_blocks=rows.collate_blocks,
         decoder_length=forms.decoder_length(model),
         max_length=run.longest_row,
     )

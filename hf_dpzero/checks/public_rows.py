@@ -65,7 +65,11 @@ def public_microbatches(
         size = run.args.physical_batch_size
         return [rows.collate_rows(chosen[i : i + size]) for i in chosen[::size]]
     shapes = dataclasses.replace(
-        run.shapes, collate_stacked=None, row_signature=None, collate_each=rows.collate_each
+        run.shapes,
+        collate_stacked=None,
+        collate_blocks=rows.collate_blocks,
+        row_signature=None,
+        collate_each=rows.collate_each,
     )
     return sorted(shapes.microbatches(chosen), key=num_examples, reverse=True)
 

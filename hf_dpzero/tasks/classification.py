@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import datasets
 import numpy as np
@@ -130,6 +130,8 @@ class Collator:
     """
 
     tokenizer: PreTrainedTokenizerBase
+    collates_columns: ClassVar = True  # `batches.columns` may do its work
+    pad_to_multiple_of: ClassVar = PAD_TO_MULTIPLE_OF
 
     def stacks(self, row: Mapping[str, Any]) -> bool:
         """Returns whether rows like this one are stacked, so that each one's tensors follow from it."""

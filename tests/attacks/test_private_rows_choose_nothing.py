@@ -152,7 +152,8 @@ def test_the_first_row_does_not_choose_how_many_run_together(tmp_path):
     odd = {name: cell for name, cell in rows[0].items() if name != "attention_mask"}
     for number, data in enumerate(([odd, *rows], [*rows, odd])):
         folder = tmp_path / str(number)
-        trainer = build(folder, data=data, trainer_settings={"eval_dataset": None})
+        everyone = {"expected_batch_size": len(data)}
+        trainer = build(folder, data=data, trainer_settings={"eval_dataset": None}, **everyone)
         trainer.data_collator = mask_where_it_is_given
         with pytest.raises(ValueError, match="other tensors than row 0"):
             trainer.train()
