@@ -82,7 +82,7 @@ SAME = {
         **_TEXTS, **_DIRECTIONS, "model": half, "num_directions": 3,
         "performance.perturbation_strategy": "auto",
     },
-    "groups-directions": {**_GROUPS, **_DIRECTIONS},
+    "groups-directions": {**_GROUPS, **_DIRECTIONS, "differences": "forward"},
     "groups-prefix": {**_FIXED, "group_robust.weights": "prefix_sum"},
     "groups-vertex": {**_FIXED, "group_robust.weights": "vertex", "group_robust.draws": 2},
 }  # fmt: skip

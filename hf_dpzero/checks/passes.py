@@ -310,7 +310,11 @@ def _sizes_within(
 
 
 def smallest_clip_and_scale(run: Run) -> tuple[float, float]:
-    """The smallest clip of a zeroth-order run, and what the move of a loss is multiplied by."""
+    """The smallest clip of a zeroth-order run, and what the move of a loss is multiplied by.
+
+    Each of two losses moves by D, so a central difference by at most D / lambda, a forward one by 2 D /
+    lambda: all K of them together, for the loss at theta is in each.
+    """
     args, plan = run.args, run.plan
     at = smoothing_of_steps(args, plan.steps)
     least = args.smoothing if at is None else min(map(at, range(plan.steps)))
@@ -318,6 +322,10 @@ def smallest_clip_and_scale(run: Run) -> tuple[float, float]:
     norm = directions if plan.mechanism.distribution == "laplace" else math.sqrt(directions)
     if isinstance(plan.mechanism, VectorMechanism):  # it clips x u, and ||u|| is about sqrt(d)
         norm *= math.sqrt(sum(p.numel() for p in run.model.parameters() if p.requires_grad))
+    if (
+        args.differences == "forward"
+    ):  # a loss' move counts whole, and that at theta in all K numbers
+        norm *= 2
     return plan.smallest_clip, norm * _largest_weight(plan) / least
 
 

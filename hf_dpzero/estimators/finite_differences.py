@@ -1,6 +1,12 @@
 """Finite differences of a batch along K public directions (DPZero, Eq. 2).
 
-x[i, k] = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)
+central:  x[i, k] = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)
+forward:  x[i, k] = (f(theta + lambda u_k; xi_i) - f(theta; xi_i)) / lambda
+
+Central differences take 2 K passes. Forward ones take K + 1, for the losses at theta serve all K; they
+are u'g + lambda/2 u'Hu to second order. The second term is the same for u and -u, so that on average it
+adds nothing to an update along u: it costs variance, and a part of the clip. Either way a row's K
+numbers are clipped as one vector, so the sensitivity is the same.
 
 Forward passes only, in eval mode, over physical microbatches. A strategy says where the perturbation is
 while they run. Every strategy evaluates the very same perturbed parameters, and all but `stacked` give
@@ -8,11 +14,11 @@ the same bits:
 
 - `whole_model`: the parameters themselves are moved, once for each direction and sign. The last
   perturbation is left on them, for the update to take off in the same pass; `settle_` takes it off
-  when there is no update.
+  when there is no update. The pass at theta comes first, after the update that waited.
 - `layerwise`: each module's parameters are copied and perturbed while that module runs (`layerwise`),
   anew for every microbatch.
-- `stacked`: perturbed copies of the trainable tensors, both signs of many directions, go through one
-  pass together (`stacked`). Batched kernels sum in another order, so losses differ from the others'
+- `stacked`: copies of the trainable tensors, perturbed along many directions, go through one pass
+  together (`stacked`). Batched kernels sum in another order, so losses differ from the others'
   by float32 rounding (a few units in the last place; checked to 1e-5 before training).
 """
 
@@ -39,7 +45,7 @@ from hf_dpzero.objectives.losses import (
     single_pass,
 )
 from hf_dpzero.perturbation.directions import Direction
-from hf_dpzero.perturbation.parameter_space import ParameterSpace
+from hf_dpzero.perturbation.parameter_space import ParameterSpace, Position
 from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import has_plain_storage
 
@@ -48,6 +54,17 @@ Strategy = Literal["auto", "whole_model", "layerwise", "stacked"]
 COPIED = 2**30
 """Bytes of half-precision weights that "auto" keeps twice, where a step has several microbatches."""
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
+Differences = Literal["central", "forward"]
+DIFFERENCES: tuple[str, ...] = get_args(Differences)
+
+
+def passes_of(differences: str, num_directions: int) -> int:
+    """Returns how often a step evaluates its batch: 2 K, or K + 1.
+
+    >>> passes_of("central", 32), passes_of("forward", 32)
+    (64, 33)
+    """
+    return num_directions + 1 if differences == "forward" else 2 * num_directions
 
 
 class DirectionSplit(Protocol):
@@ -57,7 +74,7 @@ class DirectionSplit(Protocol):
         """Those that are evaluated here."""
 
     def gathered(self, plus: Tensor, minus: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Losses [B, own] of both signs -> [B, total]."""
+        """Losses [B, own] at both ends -> [B, total]."""
 
 
 class FiniteDifferences:
@@ -75,6 +92,7 @@ class FiniteDifferences:
         (`offload`); see `_resolved`. `choose_strategy` goes over from `whole_model` to `stacked` where
         little trains along many directions.
       passes: microbatches that a step is expected to have, for each sign and direction.
+      kind: "central" or "forward".
 
     Attributes:
       strategy: the one in use, never "auto".
@@ -95,7 +113,9 @@ class FiniteDifferences:
         reuse_frozen_prefix: bool = True,
         strategy: str = "auto",
         passes: float = 1.0,
+        kind: str = "central",
     ) -> None:
+        self.forward = kind == "forward"
         self.model, self.space, self.objective = model, space, objective
         self.smoothing = smoothing
         self._guard = ParameterGuard(
@@ -113,7 +133,11 @@ class FiniteDifferences:
         """Goes over to another strategy, not "auto"."""
         self.visits = ModuleVisits(self.model, self.space) if strategy == "layerwise" else None
         stacked = strategy == "stacked"
-        self.stack = StackedCopies(self.model, self.space, self._per_example) if stacked else None
+        self.stack = (
+            StackedCopies(self.model, self.space, self._per_example, self.forward)
+            if stacked
+            else None
+        )
         self.strategy = strategy
 
     @torch.no_grad()
@@ -122,8 +146,8 @@ class FiniteDifferences:
     ) -> Tensor:
         """The finite differences of all examples.
 
-        On return the parameters stand at theta - lambda u_K under `whole_model`, at theta otherwise
-        and when B = 0; if anything raises, at theta.
+        On return the parameters stand at theta - lambda u_K (`forward`: theta + lambda u_K) under
+        `whole_model`, at theta otherwise and when B = 0; if anything raises, at theta.
 
         Args:
           microbatches: B examples in all, maybe none.
@@ -141,7 +165,7 @@ class FiniteDifferences:
         directions: Sequence[Direction],
         split: DirectionSplit | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As a call, and each example's loss, the mean over both signs and all directions.
+        """As a call, and each example's loss: at theta, or the mean over both signs and all directions.
 
         Args:
           microbatches: B examples in all, maybe none.
@@ -157,26 +181,29 @@ class FiniteDifferences:
             nothing = torch.zeros(0, len(directions), dtype=torch.float64)
             return nothing, nothing.sum(dim=1)
         if split is None:
-            plus, minus = self.losses(microbatches, directions)
+            ends = self.losses(microbatches, directions)
         else:
             own = self.losses(microbatches, split.own(directions))
-            plus, minus = split.gathered(*own, len(directions))
+            ends = split.gathered(*own, len(directions))
         # In float64: float32 would round the quotient once more before the clip.
-        plus, minus = plus.double(), minus.double()
-        return (plus - minus) / (2.0 * self.smoothing), (plus + minus).mean(dim=1) / 2
+        first, second = (losses.double() for losses in ends)
+        if self.forward:
+            return (first - second) / self.smoothing, second.mean(dim=1)
+        return (first - second) / (2.0 * self.smoothing), (first + second).mean(dim=1) / 2
 
     @torch.no_grad()
     def losses(
         self, microbatches: Sequence[Microbatch], directions: Sequence[Direction]
     ) -> tuple[Tensor, Tensor]:
-        """The losses at both signs. Leaves the parameters where a call leaves them.
+        """The losses at both ends of the differences. Leaves the parameters where a call leaves them.
 
         Args:
           microbatches: B examples in all, at least one.
           directions: u_1, ..., u_K.
 
         Returns:
-          (f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU.
+          (f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU; `forward`:
+          (f(theta + lambda u_k), f(theta)).
         """
         try:
             with contextlib.ExitStack() as stack:
@@ -196,8 +223,8 @@ class FiniteDifferences:
                 for microbatch in microbatches:  # so that only one's prefix is held in memory
                     self.prefix.forget()
                     parts.append(self._sweep([microbatch], directions))
-                plus, minus = zip(*parts, strict=True)
-                return torch.cat(plus), torch.cat(minus)
+                first, second = zip(*parts, strict=True)
+                return torch.cat(first), torch.cat(second)
         except BaseException:
             self.space.settle_()
             raise
@@ -208,23 +235,25 @@ class FiniteDifferences:
         """`losses`, with everything installed; the whole model is moved once for all microbatches."""
         if self.stack is not None:
             return self.stack.losses(microbatches, directions, self.smoothing, self._evaluating)
+        scales = (self.smoothing,) if self.forward else (self.smoothing, -self.smoothing)
+        positions: list[Position] = [((u, scale),) for u in directions for scale in scales]
         columns = []
-        for direction in directions:
-            for scale in (self.smoothing, -self.smoothing):
-                position = ((direction, scale),)
-                if self.visits is None:
-                    self.space.move_to_(position)
-                else:
-                    self.visits.position = position
-                before = self._guard.state()
-                losses = []
-                for microbatch in microbatches:
-                    losses.append(self.evaluate(microbatch))
-                self._guard.check(before)
-                columns.append(torch.cat(losses))
+        for position in [()] * self.forward + positions:
+            if self.visits is None:
+                self.space.move_to_(position)
+            else:
+                self.visits.position = position
+            before = self._guard.state()
+            losses = []
+            for microbatch in microbatches:
+                losses.append(self.evaluate(microbatch))
+            self._guard.check(before)
+            columns.append(torch.cat(losses))
         # the one moment at which the host waits for the device
-        plus, minus = torch.stack([*columns[::2], *columns[1::2]], dim=1).cpu().chunk(2, dim=1)
-        return plus, minus
+        found = torch.stack(columns, dim=1).cpu()
+        if self.forward:
+            return found[:, 1:], found[:, :1].expand(-1, len(directions))
+        return found[:, ::2], found[:, 1::2]
 
     def evaluate(self, microbatch: Microbatch) -> Tensor:
         """Returns one microbatch's per-example losses at the present parameters, float32 [B]."""

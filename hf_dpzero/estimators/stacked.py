@@ -1,10 +1,10 @@
 """All perturbed copies of a few trainable tensors in one forward pass.
 
-Where little trains (a head on stored features, small adapters), 2K passes one after the other cost
-their Python, not their arithmetic. Here the copies theta + lambda u_k and theta - lambda u_k are
-written into stacked tensors [copies, *shape] and `torch.func.vmap` runs the objective once for all of
-them, on one batch that they share. Whatever does not depend on a copy, such as a frozen encoder, is
-computed once. theta stays settled in its own storage.
+Where little trains (a head on stored features, small adapters), 2 K or K + 1 passes one after the
+other cost their Python, not their arithmetic. Here the copies theta + lambda u_k, and theta - lambda u_k
+or one of theta, are written into stacked tensors [copies, *shape] and `torch.func.vmap` runs the
+objective once for all of them, on one batch that they share. Whatever does not depend on a copy, such as
+a frozen encoder, is computed once. theta stays settled in its own storage.
 
 A copy holds the very bits that `whole_model` would evaluate. Its losses are the same sums, which
 batched kernels round in another order: they agree to float32 rounding, not to the bit.
@@ -29,7 +29,7 @@ from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace, Stack
 
 STACK_BYTES = 1 << 26
-"""Perturbed copies held at a time: 64 MiB, at least both signs of one direction."""
+"""Copies held at a time: 64 MiB, at least those of one direction."""
 
 WIDEST_FLOATS = 1 << 24
 """Elements of the largest intermediate result of all copies together (64 MiB in float32), at least
@@ -60,6 +60,7 @@ class StackedCopies:
       objective: (model, inputs) -> per-example losses, checked to be float32 [B], in operations that
         vmap takes: no random numbers, no writes into what all copies share, no Python decision on a
         loss, logit or weight.
+      forward: a copy for each direction and one of theta, instead of two for each direction.
 
     Attributes:
       floats_per_example: elements, for one copy and example, of the largest intermediate result that
@@ -69,7 +70,13 @@ class StackedCopies:
       ValueError: a trainable tensor is not float32, or is none of the model's.
     """
 
-    def __init__(self, model: nn.Module, space: ParameterSpace, objective: PerExampleLoss) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        space: ParameterSpace,
+        objective: PerExampleLoss,
+        forward: bool = False,
+    ) -> None:
         for name, tensor in zip(space.names, space.tensors, strict=True):
             if tensor.dtype != torch.float32:
                 raise ValueError(
@@ -78,7 +85,7 @@ class StackedCopies:
                     "'layerwise', or train in float32."
                 )
         warnings.filterwarnings("ignore", HARMLESS, UserWarning)
-        self.space = space
+        self.space, self.forward = space, forward
         self._evaluated = _Evaluated(model, objective)
         self._aliases = _aliases(self._evaluated, space)
         self._names = list(dict.fromkeys(self._aliases.values()))
@@ -91,8 +98,9 @@ class StackedCopies:
 
     @property
     def directions_at_once(self) -> int:
-        """Number of directions whose copies, both signs, are held at a time."""
-        return max(1, STACK_BYTES // copies_bytes(self.space, 1))
+        """Number of directions whose copies are held at a time."""
+        copies = STACK_BYTES // trained_bytes(self.space)
+        return max(1, copies - 1 if self.forward else copies // 2)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[StackedCopies]:
@@ -110,7 +118,7 @@ class StackedCopies:
         smoothing: float,
         evaluating: Evaluating = contextlib.nullcontext,
     ) -> tuple[Tensor, Tensor]:
-        """Evaluates all examples at both signs of all directions.
+        """Evaluates all examples at both ends of the differences along all directions.
 
         Args:
           microbatches: B examples in all, at least one.
@@ -119,7 +127,8 @@ class StackedCopies:
           evaluating: entered around every forward pass.
 
         Returns:
-          (f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU.
+          (f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU; `forward`:
+          (f(theta + lambda u_k), f(theta)).
 
         Raises:
           ParameterChanged: the forward pass wrote to a parameter.
@@ -131,15 +140,17 @@ class StackedCopies:
             losses = torch.cat(
                 [self._run(m, evaluating)[:, : num_examples(m)] for m in microbatches], dim=1
             )
-            parts.append(losses.unflatten(0, (2, -1)))
-        plus, minus = torch.cat(parts, dim=1)
-        return plus.T.contiguous(), minus.T.contiguous()
+            # theta's losses from the same kernels as the others': of its copy among them
+            first = losses[: len(directions[start : start + size])]
+            parts.append(torch.stack([first, losses[len(first) :].expand_as(first)]))
+        first, second = torch.cat(parts, dim=1)
+        return first.T.contiguous(), second.T.contiguous()
 
     def _write(self, directions: Sequence[Direction], smoothing: float) -> None:
-        """The stack holds [theta + lambda u_1, ..., theta - lambda u_1, ...] of every tensor."""
+        """The stack holds all theta + lambda u_k, then all theta - lambda u_k, or theta."""
         if self._standing == (tuple(directions), smoothing):
             return
-        self._standing, copies = None, 2 * len(directions)
+        self._standing, copies = None, len(directions) + (1 if self.forward else len(directions))
         if self._memory is None or len(self._memory.tensors[0]) != copies:
             self._stack, self._memory = {}, None  # so that the old and the new never coexist
             self._memory = self.space.new_stack(copies)
@@ -147,7 +158,7 @@ class StackedCopies:
             self._guard = ParameterGuard(
                 (name.removeprefix("model."), stacked) for name, stacked in self._stack.items()
             )
-        self.space.write_stack_(directions, smoothing, self._memory)
+        self.space.write_stack_(directions, smoothing, self._memory, self.forward)
         self._standing = tuple(directions), smoothing
 
     def _run(self, microbatch: Microbatch, evaluating: Evaluating) -> Tensor:
@@ -220,15 +231,15 @@ def _aliases(module: nn.Module, space: ParameterSpace) -> dict[str, str]:
     return {name: own[0] for own in names.values() for name in own}
 
 
-def copies_bytes(space: ParameterSpace, num_directions: int) -> int:
-    """Returns the bytes of 2 K copies of the trainable tensors."""
-    return 2 * num_directions * sum(t.nbytes for t in space.tensors)
+def trained_bytes(space: ParameterSpace) -> int:
+    """Returns the bytes of one copy of the trainable tensors."""
+    return sum(t.nbytes for t in space.tensors)
 
 
 def small_enough(space: ParameterSpace, num_directions: int) -> bool:
-    """Whether "auto" may stack: K >= 4, float32 and all copies within `STACK_BYTES`."""
+    """Whether "auto" may stack: K >= 4, float32 and 2 K copies within `STACK_BYTES`."""
     wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
-    fits = copies_bytes(space, num_directions) <= STACK_BYTES
+    fits = 2 * num_directions * trained_bytes(space) <= STACK_BYTES
     return wide and fits and num_directions >= AUTO_DIRECTIONS
 
 

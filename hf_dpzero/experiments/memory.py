@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dpzero.batches import placement
 from hf_dpzero.batches.placement import PassBytes, measured
+from hf_dpzero.estimators.finite_differences import passes_of
 from hf_dpzero.estimators.per_example_gradients import DENSE_BYTES
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.objectives.heads import select_objective
@@ -32,7 +33,7 @@ from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.models import LANGUAGE_MODELS
 from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.settings.defaults import directions_for
+from hf_dpzero.settings.defaults import differences_for, directions_for
 from hf_dpzero.tasks import description_of
 
 if TYPE_CHECKING:
@@ -371,11 +372,12 @@ def zeroth_order_bytes(
     trained = [p for p in model.parameters() if p.requires_grad]
     half = sum(p.nbytes for p in trained if p.dtype != torch.float32)
     directions = directions_for(args, model)
-    copies = 2 * directions * sum(p.nbytes for p in trained)
+    one = sum(p.nbytes for p in trained)
+    copies = passes_of(differences_for(args, directions), directions) * one
     strategy = args.performance.perturbation_strategy
     if strategy == "auto":
         # In training intermediate results decide (`estimators.stacked`): behind the body they are small.
-        many = directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
+        many = directions >= AUTO_DIRECTIONS and 2 * directions * one <= STACK_BYTES
         strategy = "layerwise" if half else "stacked" if many and head_alone else "whole_model"
     kept = half
     if strategy == "stacked":

@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_dpzero.estimators.finite_differences import passes_of
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.public import public_results
 from hf_dpzero.reporting.wording import round_up
+from hf_dpzero.settings.defaults import differences_for
 from hf_dpzero.values import decode, encode
 
 RESULTS_FILE = "all_results.json"
@@ -206,8 +208,11 @@ def row_of(
     score, zero_shot = results[key], results.get(f"zero_shot_{metric}")
     examples = float(report.steps * report.expected_batch_size)
     # A first-order step runs each example forwards and backwards, one of zeroth order forwards
-    # alone: at both ends of each direction.
-    forwards, backwards = (1, 1) if training.first_order else (2 * report.num_directions, 0)
+    # alone: at both ends of each difference.
+    forwards, backwards = 1, 1
+    if not training.first_order:
+        kind = differences_for(training, report.num_directions)
+        forwards, backwards = passes_of(kind, report.num_directions), 0
     status, wrong = DONE, None
     if run.trial is None:  # a sweep scores its trials itself, and no target is theirs
         if not math.isfinite(score):

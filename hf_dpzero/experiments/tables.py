@@ -156,9 +156,9 @@ def _caption(record: Record) -> list[str]:
         private,
         "s/step is the mean over runs of the median training step, evaluation left out. Peak memory "
         f"is that of the training steps, as {memory}. Example-forwards are steps x B x 2K "
-        "for zeroth-order methods and steps x B for first-order ones, which take as many backward "
-        "passes too, counted beside them. Seconds and memory of private runs depend on their secret "
-        "batches, and no epsilon covers them.",
+        "(K + 1 with forward differences) for zeroth-order methods and steps x B for first-order ones, "
+        "which take as many backward passes too, counted beside them. Seconds and memory of private "
+        "runs depend on their secret batches, and no epsilon covers them.",
     ]
     if (jobs := max((row.jobs for row in record.rows), default=1)) > 1:
         texts.append(f"Up to {jobs} runs shared the machine: seconds per step are noisy.")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_dpzero.batches.placement import Placement
+from hf_dpzero.estimators.finite_differences import passes_of
 from hf_dpzero.estimators.stacked import STACK_BYTES
 from hf_dpzero.parallel.collectives import active, control_group, gather_blocks, sum_checked
 from hf_dpzero.privacy.mechanisms import VectorMechanism
@@ -136,19 +137,25 @@ ALONE = ProcessMesh()
 
 
 def direction_shares(
-    world: int, num_directions: int, work_of: Callable[[int], float], may: bool = True
+    world: int,
+    num_directions: int,
+    work_of: Callable[[int], float],
+    may: bool = True,
+    differences: str = "central",
 ) -> int:
     """D of the mesh that leaves the busiest process the fewest forward passes.
 
-    D divides the number of processes and is at most K. The work is ceil(K / D) times what the busiest of
-    R = world / D shares evaluates (`Placement.busiest`). Shares of the rows alone (D = 1) stay unless
-    another mesh saves a tenth: then K is large and B small, so that rows do not fill R shares.
+    D divides the number of processes and is at most K. The work is the passes of ceil(K / D) directions
+    times what the busiest of R = world / D shares evaluates (`Placement.busiest`). Shares of the rows
+    alone (D = 1) stay unless another mesh saves a tenth: then K is large and B small, so that rows do
+    not fill R shares.
 
     Args:
       world: processes.
       num_directions: K.
       work_of: R -> work of the busiest share for one direction.
       may: False keeps D = 1.
+      differences: "central", or "forward", where each of the D processes evaluates f(theta) too.
 
     Returns:
       D.
@@ -159,7 +166,8 @@ def direction_shares(
     4
     """
     meshes = [d for d in range(1, world + 1) if world % d == 0 and d <= num_directions]
-    work = {d: math.ceil(num_directions / d) * work_of(world // d) for d in meshes}
+    passes = {d: passes_of(differences, math.ceil(num_directions / d)) for d in meshes}
+    work = {d: passes[d] * work_of(world // d) for d in meshes}
     least = min(work.values())
     if not may or work[1] * WORTH <= least:
         return 1
@@ -232,7 +240,7 @@ def choose_mesh(
     strategy = args.performance.perturbation_strategy
     small = strategy == "auto" and trained * 2 * args.num_directions <= STACK_BYTES
     may = not (averaged or sharded or small or strategy == "stacked")
-    shares = asked or direction_shares(world, args.num_directions, work, may)
+    shares = asked or direction_shares(world, args.num_directions, work, may, args.differences)
     return ProcessMesh(args.process_index, world // shares, shares)
 
 

@@ -339,7 +339,9 @@ class ParameterSpace(Coordinates):
         return Stack(list(made.values()), tensors)
 
     @torch.no_grad()
-    def write_stack_(self, directions: Sequence[Direction], scale: float, stack: Stack) -> None:
+    def write_stack_(
+        self, directions: Sequence[Direction], scale: float, stack: Stack, one_sided: bool = False
+    ) -> None:
         """The stack's first K copies become theta + scale u_k, the last K theta - scale u_k.
 
         The bits of `move_to_`, with little overhead for many small tensors.
@@ -347,7 +349,8 @@ class ParameterSpace(Coordinates):
         Args:
           directions: the K of them, distinct.
           scale: at most the smoothing in magnitude.
-          stack: of 2K copies, from `new_stack`; float32.
+          stack: of 2 K copies, from `new_stack`; float32.
+          one_sided: K + 1 copies, of which the last becomes theta.
         """
         if not self.snapped:
             self.snap_()
@@ -355,7 +358,7 @@ class ParameterSpace(Coordinates):
         self._check_position(((directions[0], scale),))
         changes = [Change(self.stream(u), 0.0, scale, 0.0) for u in directions]
         for segment, stacked in zip(self._grids, stack.segments, strict=True):
-            segment.write_stack_(changes, stacked)
+            segment.write_stack_(changes, stacked, one_sided)
             self.traffic += sum(2 * flat.nbytes for flat in stacked.flats)
 
     @torch.no_grad()

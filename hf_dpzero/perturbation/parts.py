@@ -23,6 +23,7 @@ from hf_dpzero.perturbation.segments import (
     Segment,
     Stacked,
     WeightDecay,
+    write_others_,
 )
 
 
@@ -86,15 +87,15 @@ class GridParts(_InPlaces, GridSegment):
         made = [flat.new_empty(copies, flat.numel()) for flat in self.flats]
         return Stacked(made, made)
 
-    def write_stack_(self, changes: Sequence[Change], stacked: Stacked) -> None:
+    def write_stack_(
+        self, changes: Sequence[Change], stacked: Stacked, one_sided: bool = False
+    ) -> None:
         """Writes perturbed copies of all tensors, as `GridSegment.write_stack_`."""
         for k, change in enumerate(changes):
             outs = [flat[k] for flat in stacked.flats]
             dispatch.sweep_each(self.sweep([change]), self.parts(outs, self.flats))
-        for flat, (plus, minus) in zip(
-            self.flats, (made.chunk(2) for made in stacked.flats), strict=True
-        ):
-            torch.sub(flat, plus, out=minus).add_(flat)  # exact on the grid
+        for flat, copies in zip(self.flats, stacked.flats, strict=True):
+            write_others_(flat, copies, one_sided)
 
 
 class RoundedParts(_InPlaces, RoundedSegment):

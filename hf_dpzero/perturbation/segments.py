@@ -181,6 +181,15 @@ class Segment:
         return Decay(after, rates, steps.astype(np.float32), self._shifted(words))
 
 
+def write_others_(flat: Tensor, copies: Tensor, one_sided: bool) -> None:
+    """Writes what follows the copies theta + change k: theta, or theta - change k of each."""
+    if one_sided:
+        copies[-1].copy_(flat)
+    else:
+        plus, minus = copies.chunk(2)
+        torch.sub(flat, plus, out=minus).add_(flat)  # exact on the grid
+
+
 class GridSegment(Segment):
     """float32 tensors on their grids: changes are added to them, exactly.
 
@@ -277,17 +286,20 @@ class GridSegment(Segment):
         places = zip(self.starts, self.sizes, strict=True)
         return Stacked([flat], [flat.narrow(1, start, size) for start, size in places])
 
-    def write_stack_(self, changes: Sequence[Change], stacked: Stacked) -> None:
+    def write_stack_(
+        self, changes: Sequence[Change], stacked: Stacked, one_sided: bool = False
+    ) -> None:
         """Writes perturbed copies of all tensors.
 
         Args:
           changes: the K of them.
           stacked: of 2 K copies; the k-th becomes theta + change k, the (K + k)-th theta - change k.
+          one_sided: of K + 1 copies, the last of which becomes theta.
         """
-        [[plus, minus]] = [flat.chunk(2) for flat in stacked.flats]
+        [copies] = stacked.flats
         for k, change in enumerate(changes):
-            dispatch.sweep(self.sweep([change]), plus[k], self.flat, self.offset, self.members)
-        torch.sub(self.flat, plus, out=minus).add_(self.flat)  # exact on the grid
+            dispatch.sweep(self.sweep([change]), copies[k], self.flat, self.offset, self.members)
+        write_others_(self.flat, copies, one_sided)
 
     def sweep(self, changes: Sequence[Change], decay: WeightDecay | None = None) -> Sweep:
         """Returns what the changes add to every tensor."""

@@ -35,7 +35,7 @@ _COMMENTS = {
     "target_epsilon": "all steps together; the noise is calibrated for it",
     "target_delta": "well below 1 / n",
     "expected_batch_size": "B; each row joins a step with probability B / n",
-    "max_steps": "T; 2 K forward passes a step",
+    "max_steps": "T; 2 K forward passes a step, or K + 1",
     "label_column": "class_names: [...] names the labels; else validation_file does",
     "precompute_features": "the encoder is frozen: each text is encoded once",
     "head_init": "label_text with label_texts, a description a label, starts better",

@@ -18,7 +18,12 @@ from hf_dpzero.ledger.replay import UpdateRule
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
 from hf_dpzero.settings import hf_arguments
-from hf_dpzero.settings.defaults import fill_in, take_accumulation
+from hf_dpzero.settings.defaults import (
+    differences_for,
+    fill_in,
+    forward_saves_nothing,
+    take_accumulation,
+)
 from hf_dpzero.settings.fields import CLIPPINGS, OwnFields
 from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.nested import ADAMW, FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
@@ -188,6 +193,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
 
     def _steps(self) -> Iterator[str]:
         """Says which settings of the steps contradict each other or cannot be read."""
+        yield from forward_saves_nothing(self)
         decay = (self.learning_rate or 0.0) * self.weight_decay
         if decay >= 1:
             yield (
@@ -271,6 +277,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         settings = {
             "direction": self.direction,
             "num_directions": self.num_directions,
+            "differences": differences_for(self, self.num_directions),
             "smoothing": self.smoothing,
         }
         schedule = factors_of("schedules.smoothing", self.schedules.smoothing)

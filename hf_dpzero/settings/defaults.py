@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -37,7 +37,7 @@ from hf_dpzero.perturbation.trainable import is_prompt, is_trained
 from hf_dpzero.privacy.correlated.correlation import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.settings.nested import NESTED
-from hf_dpzero.settings.setting import COUNT
+from hf_dpzero.settings.setting import COUNT, refuse
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import SchedulerType
@@ -66,6 +66,9 @@ CHEAP, MANY = 1_000_000, 32
 
 POSITIONS = 128
 """Tokens of a text, or frames of a sound, that layers below a pooled vector see."""
+
+FORWARD_FROM: float = math.inf
+"""From so many directions on, differences are forward where nothing is chosen."""
 
 FAR, LOST = 10.0, 50.0
 """A given rate that is off by more than `FAR` is spoken of; a script's that is too small by more than
@@ -133,15 +136,35 @@ def copied(config: DPZeroConfig) -> DPZeroConfig:
 
 
 def resolve(config: DPZeroConfig, model: nn.Module) -> DPZeroConfig:
-    """Returns a copy of a config with K for a model.
+    """Returns a copy of a config with K and the kind of differences for a model.
 
     Args:
       config: a `DPZeroConfig`.
       model: its `requires_grad` and `config.trainable` say what is trained.
+
+    Raises:
+      ValueError: forward differences were asked for, and K is 1.
     """
     resolved = copied(config)
     resolved.num_directions = directions_for(config, model)
+    resolved.differences = differences_for(config, resolved.num_directions)
+    refuse(forward_saves_nothing(resolved))
     return resolved
+
+
+def differences_for(config: DPZeroConfig, directions: int) -> str:
+    """Returns the kind of differences as given; else by K, for forward ones take K + 1 passes of 2 K."""
+    chosen = "forward" if directions >= FORWARD_FROM else "central"
+    return config.differences or chosen
+
+
+def forward_saves_nothing(config: DPZeroConfig) -> Iterator[str]:
+    """Says that forward differences along one direction are no cheaper."""
+    if config.differences == "forward" and config.num_directions == 1 and not config.first_order:
+        yield (
+            "differences='forward' with num_directions=1 saves nothing: K + 1 passes are 2 K. Leave it "
+            "out, or set num_directions=4 or more."
+        )
 
 
 def directions_for(config: DPZeroConfig, model: nn.Module) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_dpzero.estimators.finite_differences import DIFFERENCES
 from hf_dpzero.ledger.replay import UPDATE_RULES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.privacy.events import ACCOUNTANTS
@@ -56,8 +57,8 @@ class OwnFields:
         METHODS,
         privacy="what a step releases: K numbers, a vector of d numbers, or something without noise "
         "(mezo, sgd, adamw: the report says NOT PRIVATE)",
-        time="zeroth order: 2 K forward passes a step, memory of inference; first order: a backward "
-        "pass, memory of gradients (dp-sgd, dp-adamw: of each example's)",
+        time="zeroth order: 2 K or K + 1 forward passes a step, memory of inference; first order: a "
+        "backward pass, memory of gradients (dp-sgd, dp-adamw: of each example's)",
     )
     target_epsilon: float | None = setting(
         None,
@@ -233,10 +234,20 @@ class OwnFields:
         needs=ZEROTH,
         privacy="nothing: an example's K differences are clipped as one vector and released at once. "
         "Each direction then has a smaller part of C, and the same noise",
-        time="2 K forward passes a step, of what follows the first trained parameter",
+        time="2 K forward passes a step, or K + 1 (`differences`), of what follows the first trained "
+        "parameter",
         none="32 of dpzero without a given `clip` where what follows the first trained parameter costs "
         "at most a million multiplications a row (a head on a pooled vector), fewer where more, "
         "1 for a whole model; else 1",
+    )
+    differences: str = setting(
+        None,
+        "central: (f(x + lu) - f(x - lu)) / 2l; forward: (f(x + lu) - f(x)) / l, for K > 1",
+        DIFFERENCES,
+        needs=ZEROTH,
+        privacy="nothing: an example's K differences are clipped as one vector either way",
+        time="central: 2 K forward passes a step; forward: K + 1",
+        none="forward where K is at least 4, else central",
     )
     update_rule: str = setting(
         "sgd",
@@ -280,7 +291,7 @@ class OwnFields:
         TEXT,
         privacy="dpzero: nothing, its noise has K numbers whatever d is; dp-sgd, dp-adamw and "
         "dpgd-0th: fewer parameters, less noise in all",
-        time="layers before the first trained parameter run once for all 2 K passes",
+        time="layers before the first trained parameter run once for all passes of a step",
         none="all parameters with `requires_grad`",
     )
     # Publishing

@@ -199,6 +199,7 @@ class ZerothOrderMethod:
             args.performance.reuse_frozen_prefix,
             args.performance.perturbation_strategy,
             run.expected_passes,
+            args.differences,
         )
         with isolated_randomness():
             direction = directions_of(0, run.header)[0]
@@ -453,6 +454,7 @@ def _try_stacked(run: Run, shapes: PassShapes, differences: FiniteDifferences) -
     order = 1 if run.plan.mechanism.distribution == "laplace" else 2
     # what is above one: other smoothing than this step's, the norm of u, weights of groups
     beyond = scale * differences.smoothing / len(directions) ** (1 / order)
+    beyond /= 2 if differences.forward else 1  # both losses' moves are in what was found
     for left_out in range(len(found)):
         placed = torch.cat(found[left_out:])
         if beyond * float((placed - placed[0]).norm(p=order, dim=1).max()) <= ROOM * clip:

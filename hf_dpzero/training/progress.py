@@ -299,6 +299,7 @@ def banner(run: Run, report: PrivacyReport) -> str:
         lines[5:5] = [(LABELS[name], text) for name, text in schedule_words(plan).items()]
     if not args.first_order:
         along = f"K = {args.num_directions} {args.direction}, smoothing {args.smoothing:g}"
+        along += ", forward differences" * (args.differences == "forward")
         lines.insert(1, ("directions", along))
     if plan.groups is not None:
         lines.append(("groups", group_words(plan)))

@@ -129,7 +129,7 @@ def test_attention_of_a_cpu_is_the_only_kernel_that_runs_copy_by_copy(
 def test_held_directions_do_not_matter(sentence_head, monkeypatch, directions_held):
     bench, batches = StackedBench(sentence_head), [features(7), features(2, seed=1)]
     whole = bench.losses(batches, 5)
-    size = stacked.copies_bytes(bench.space, 1)
+    size = 2 * stacked.trained_bytes(bench.space)
     assert size == 2 * 4 * (2 * WIDTH + 2)
     monkeypatch.setattr(stacked, "STACK_BYTES", directions_held * size + 1)
     estimate = bench.estimator()
@@ -397,7 +397,7 @@ def test_auto_stacks_from_four_directions_on(sentence_head, count, expected):
 
 def test_auto_stacks_what_fits(sentence_head, monkeypatch):
     bench = StackedBench(sentence_head)
-    size = stacked.copies_bytes(bench.space, 8)
+    size = 16 * stacked.trained_bytes(bench.space)
     for limit, expected in ((size, "stacked"), (size - 1, "whole_model")):
         monkeypatch.setattr(stacked, "STACK_BYTES", limit)
         assert chosen(bench, features(2), 8) == expected
