@@ -66,6 +66,7 @@ def table(result: Mapping[str, Any]) -> str:
     """The result for people: one line a measurement."""
     s, seconds = result["settings"], result["seconds"]
     directions = f"{s['direction']}, K = {s['num_directions']}, " * (s["method"] != "dp-adamw")
+    directions += "forward differences, " * (s["differences"] == "forward")
     how = [s["dtype"], *(["load_in_4bit"] if s["load_in_4bit"] else [])]
     how += [f"lora_rank={s['lora_rank']}"] if s["lora_rank"] else []
     lines = [
@@ -89,6 +90,11 @@ def table(result: Mapping[str, Any]) -> str:
     if "marginal_ratio_per_direction" in result:
         one, ratio = result["seconds_per_direction"], result["marginal_ratio_per_direction"]
         lines.append(f"{'each further direction':<28}{one:>9.3f} s  time x {ratio:.2f}")
+    if "ratio_to_central" in result:
+        taken, ratio = seconds["central_step"], result["ratio_to_central"]
+        lines.append(
+            f"{'central differences':<28}{taken:>9.3f} s  the step takes {ratio:.2f} of it"
+        )
     for part, taken in result.get("breakdown", {}).items():
         lines.append(f"{'  of the step: ' + part:<28}{taken:>9.3f} s")
     if "strategy" in result:

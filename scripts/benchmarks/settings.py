@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_dpzero.batches.placement import Placement, pass_cost, sizes_up_to
+from hf_dpzero.estimators.finite_differences import DIFFERENCES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from scripts.benchmarks.shapes import PUBLISHED, SHAPES, build_config, parameters_of
 
@@ -20,6 +21,7 @@ MOST_ROWS = 64
 CHOICES: dict[str, tuple[str, ...]] = {
     "method": ("dpzero", "mezo", "reference", "dp-adamw"),
     "direction": tuple(DISTRIBUTIONS),
+    "differences": DIFFERENCES,
     "dtype": ("float32", "bfloat16", "float16"),
     "strategy": ("auto", "whole_model", "layerwise"),
     "per_example_gradients": ("dense", "ghost"),
@@ -42,6 +44,7 @@ class StepBench:
       batch_size: rows that a Poisson batch is expected to have; all of them with `one_batch`.
       seq_length: tokens of each row, without padding.
       num_directions: K; the yardstick is then 2K forward passes.
+      differences: `forward` (K + 1 passes) is timed beside `central` (2K) in the same rounds.
       repeats: timed rounds, after one untimed.
       trainable: regular expression of the parameters that train; None for all.
       device: torch device.
@@ -67,6 +70,7 @@ class StepBench:
     batch_size: int = 16
     seq_length: int = 64
     num_directions: int = 1
+    differences: str = "central"
     repeats: int = 9
     trainable: str | None = None
     device: str = "cpu"
@@ -139,6 +143,8 @@ def _check_together(bench: StepBench) -> None:
          "which clipping does not commute with; use float32 or bfloat16."),
         (first_order and bench.num_directions > 1,
          f"num_directions={bench.num_directions} with method=dp-adamw: it has no directions."),
+        (bench.differences == "forward" and bench.num_directions == 1,
+         "differences=forward with num_directions=1: K + 1 passes are 2 K."),
         (first_order and bench.strategy != "auto",
          f"strategy={bench.strategy} with method=dp-adamw: it perturbs nothing."),
         (bench.load_in_4bit and not bench.lora_rank,

@@ -105,6 +105,7 @@ class Step:
             SMOOTHING,
             strategy=bench.strategy,
             passes=bench.passes,
+            kind=bench.differences,
         )
         first = batches(0)[0]  # of which one short example
         self.probe = {n: v[:1, :8] if v.dim() > 1 else v[:1] for n, v in first.items()}
@@ -169,15 +170,16 @@ class StepAfterItsOwn:
     take turns, an untimed one in front gives each its own.
     """
 
-    def __init__(self, step: Step, directions: int) -> None:
-        self.step, self.own = step, step.of(directions)
+    def __init__(self, step: Step, directions: int, differences: str = "central") -> None:
+        self.step, self.own, self.forward = step, step.of(directions), differences == "forward"
 
     def prepare(self) -> None:
         """Takes an untimed step."""
+        self.step.differences.forward = self.forward
         self.step.take(self.own)
 
     def __call__(self, step: int) -> None:
-        self.step.round = step
+        self.step.round, self.step.differences.forward = step, self.forward
         self.step.take(self.own)
 
 

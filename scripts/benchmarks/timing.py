@@ -81,11 +81,18 @@ def _time_beside(
 def _measure_step(bench: StepBench, step: Step, forwards: Forwards, result: dict[str, Any]) -> None:
     steps: dict[str, TimedStep] = {"step": step}
     if bench.num_directions > 1:
-        steps["step"] = StepAfterItsOwn(step, bench.num_directions)
+        steps["step"] = StepAfterItsOwn(step, bench.num_directions, bench.differences)
         steps["step_of_one_direction"] = StepAfterItsOwn(step, 1)
+    if bench.differences == "forward":
+        steps["central_step"] = StepAfterItsOwn(step, bench.num_directions)
     _time_beside(bench, steps, forwards, result)
     if bench.num_directions > 1:
         result |= marginal(result["all_seconds"], bench.num_directions)
+    if bench.differences == "forward":
+        seconds = result["all_seconds"]
+        pairs = zip(seconds["step"], seconds["central_step"], strict=True)
+        result["ratio_to_central"] = statistics.median(f / c for f, c in pairs)
+        step.differences.forward = True
     result["noise"] = step.noise.name
     said("timing the parts of a step")
     result["strategy"], result["notes"] = step.differences.strategy, step.notes
