@@ -5,7 +5,7 @@
 
 FOLDER holds sst2 and trec, each with train.jsonl and validation.jsonl. Three things are trained, at
 epsilon 2, with the recipes' settings: the linear head of MiniLM on SST-2 and on TREC, and LoRA inside
-MiniLM's last layer on SST-2. `central` takes 2 K passes a step, `forward` K + 1; `forward, 2 K passes`
+MiniLM's last layer (with the head) on TREC. `central` takes 2 K passes a step, `forward` K + 1; `forward, 2 K passes`
 has 2 K - 1 directions, with the clip times sqrt((2 K - 1) / K) and the rate times K / (2 K - 1). A head
 takes one to three minutes a run on an idle core, LoRA ten. Writes rows.jsonl and table.md.
 """
@@ -33,15 +33,15 @@ EVERY: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "use_cpu"
 TASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "SST-2, head": ("sst2", "minilm-dpzero", {"max_train_samples": 17_000, "max_steps": 1000}),
     "TREC, head": ("trec", "minilm-dpzero", {}),
-    "SST-2, LoRA": (
-        "sst2",
+    "TREC, LoRA": (
+        "trec",
         "minilm-dpzero",
         {
-            "max_train_samples": 17_000, "precompute_features": False, "trainable": None,
-            "peft_method": "lora", "lora_r": 8, "lora_alpha": 16, "num_directions": 8,
+            "precompute_features": False, "trainable": None, "peft_method": "lora", "lora_r": 8,
             "lora_target_modules": [f"layer.5.attention.self.{n}" for n in ("query", "value")],
-            "expected_batch_size": 64, "microbatch_size": 64, "max_steps": 150, "clip": 8.0,
-            "smoothing": 1e-3, "learning_rate": 1e-3, "max_seq_length": 64,
+            "num_directions": 16, "expected_batch_size": 256, "microbatch_size": 64,
+            "max_seq_length": 32, "max_steps": 100, "smoothing": 1e-3, "clip": 16.0,
+            "learning_rate": 2e-3,
         },
     ),
 }  # fmt: skip
