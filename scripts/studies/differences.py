@@ -5,9 +5,10 @@
 
 FOLDER holds sst2 and trec, each with train.jsonl and validation.jsonl. Three things are trained, at
 epsilon 2, with the recipes' settings: the linear head of MiniLM on SST-2 and on TREC, and LoRA inside
-MiniLM's last layer (with the head) on TREC. `central` takes 2 K passes a step, `forward` K + 1; `forward, 2 K passes`
-has 2 K - 1 directions, with the clip times sqrt((2 K - 1) / K) and the rate times K / (2 K - 1). A head
-takes one to three minutes a run on an idle core, LoRA ten. Writes rows.jsonl and table.md.
+MiniLM's last layer (with the head) on TREC. `central` takes 2 K passes a step, `forward` K + 1;
+`forward, 2 K passes` has 2 K - 1 directions, with the clip times sqrt((2 K - 1) / K) and the rate times
+K / (2 K - 1). A head takes one to three minutes a run on an idle core, LoRA ten. Writes rows.jsonl and
+table.md.
 """
 
 from __future__ import annotations
