@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_dpzero.federated.messages import RELEASED_NAME, read_log
 from hf_dpzero.federated.plan import LocalPlan, PlanError
-from hf_dpzero.federated.server import Member, RoundServer
+from hf_dpzero.federated.server import Member, RoundServer, weights
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.accounting import epsilon_together
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise, is_seeded
@@ -59,10 +59,17 @@ def federated_report(
       metrics: evaluations, each with its "round".
 
     Returns:
-      JSON-safe; see the module for the counts.
+      JSON-safe; see the module for the counts. A client's `weight` is its part of the mean of all.
     """
     header, members = server.trajectory.header, server.members.values()
-    rows = [_client_row(server, member, clients) for member in members]
+    weight = weights({member.name: member.local for member in members})
+    rows = [
+        {
+            **_client_row(server, member, clients),
+            "weight": weight[member.name] / sum(weight.values()),
+        }
+        for member in members
+    ]
     payloads = sum(member.sent + member.received for member in members)
     rounds_of_clients = sum(max(1, server.round) - member.joined for member in members)
     common = header["federated"]

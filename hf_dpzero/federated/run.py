@@ -2,8 +2,8 @@
 
 The learning rate of every round is the recipe's, or is chosen from the clients' noise where the recipe
 gives none. One machine chooses it from the noise that its run adds up to (`settings.defaults`). Here the
-noise of a round's mean is that of all clients, C sqrt(sum_i sigma_i^2) / sum_i B_i, and R rounds add it
-up.
+noise of a round's mean is that of all clients, C sqrt(sum_i (a_i sigma_i)^2) / sum_i a_i B_i with a_i of
+`server.shares`, and R rounds add it up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from hf_dpzero.federated.messages import MessageError
 from hf_dpzero.federated.plan import LocalPlan
 from hf_dpzero.federated.report import REPORT_NAME, federated_report, save_costliest
-from hf_dpzero.federated.server import RoundServer
+from hf_dpzero.federated.server import RoundServer, shares
 from hf_dpzero.federated.setup import CLIENTS, CLIPPED_FROM, Settings, Side
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Release
@@ -312,10 +312,14 @@ def chosen_rate(
       alpha > 0; None if no client adds noise.
     """
     mechanisms = [local.mechanism for local in plans]
-    noise = math.sqrt(math.fsum(m.noise_multiplier**2 for m in mechanisms))
+    pairs = list(zip(shares(plans), mechanisms, strict=True))
+    noise = math.sqrt(math.fsum((share * m.noise_multiplier) ** 2 for share, m in pairs))
     if not noise:
         return None
-    clip, expected = mechanisms[0].clip, math.fsum(m.expected_batch_size for m in mechanisms)
+    clip, expected = (
+        mechanisms[0].clip,
+        math.fsum(share * m.expected_batch_size for share, m in pairs),
+    )
     summed = clip * noise / expected * math.sqrt(plans[0].rounds)
     return rate_of_noise(summed, clip, mechanisms[0].num_directions, schedule, slope)
 

@@ -1,10 +1,11 @@
 """The server of a federated run: it takes K noised numbers a client and round, and makes the update.
 
-    v^r = sum_i B_i v_i^r / sum_i B_i            over the clients whose message was taken
+    v^r = sum_i a_i B_i v_i^r / sum_i a_i B_i    over the clients whose message was taken
     theta^{r+1} = theta^r - alpha_r sum_k v_k^r u_k^r          (`ledger.replay.apply_release`)
 
-With B_i = q n_i this is the mean over the union of all rows, as on one machine, with the noise of every
-client in it. The server reads no row and draws no noise; what it does is post-processing.
+With B_i = q n_i and equal noise (a_i = 1) this is the mean over the union of all rows, as on one
+machine, with the noise of every client in it; a_i weighs rows by the inverse variance of their noise
+(`shares`). The server reads no row and draws no noise; what it does is post-processing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ class RoundServer:
         """
         if not self.taken:
             raise LedgerError(f"round {self.round} has no values: no client answered it.")
-        sizes = {n: self.members[n].local.mechanism.expected_batch_size for n in self.taken}
+        sizes = weights({name: self.members[name].local for name in self.taken})
         total = math.fsum(sizes.values())
         # fsum is exact, so the mean does not depend on the order in which messages came
         mean = [
@@ -261,6 +262,24 @@ class RoundServer:
         self._save_members()
         self.trajectory.close()
         self.log.close()
+
+
+def shares(plans: Sequence[LocalPlan]) -> list[float]:
+    """Returns what a row of each client counts, a_i = (least / own noise multiplier)^2, to six digits.
+
+    Noise of a client's sum has the variance (sigma_i C)^2. So of clients with equal batches the mean has
+    the least variance that weights can give it, and where their noise is equal all rows count 1. A run
+    with a client without noise protects nothing of it, and its rows count 1 too.
+    """
+    noises = [local.mechanism.noise_multiplier for local in plans]
+    least = min(noises, default=0.0)
+    return [float(f"{(least / noise) ** 2:.6g}") if least else 1.0 for noise in noises]
+
+
+def weights(plans: Mapping[str, LocalPlan]) -> dict[str, float]:
+    """Returns the weight of each client's values in a mean of these clients, a_i B_i, by name."""
+    pairs = zip(plans.items(), shares(list(plans.values())), strict=True)
+    return {name: share * plan.mechanism.expected_batch_size for (name, plan), share in pairs}
 
 
 def _check_declared(contract: Mapping[str, Any], local: LocalPlan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from tiny_runs import build, same, tiny_data, tiny_model, weights
 from hf_dpzero.federated.messages import ASK, VALUES, Message, MessageError, pack, unpack
 from hf_dpzero.federated.plan import SMALLEST_CLIP, ContractError, PlanError, contract_digest
 from hf_dpzero.federated.report import federated_report
-from hf_dpzero.federated.run import InProcess, ServerRun
+from hf_dpzero.federated.run import InProcess, ServerRun, chosen_rate
+from hf_dpzero.federated.server import shares
 from hf_dpzero.federated.setup import shard
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import directions_of, replay
@@ -104,6 +106,30 @@ def test_replacing_a_row_moves_a_message_by_2_radii_over_b_at_most(tmp_path):
     moved = float((sent[0] - sent[1]).norm()) * 24
     radius = 1e-3 / (1 + 2.0**-8)  # every row is clipped to it, and this one turns around
     assert radius < moved <= 2 * radius * (1 + 1e-4)
+
+
+def noisier(local, times):
+    mechanism = local.plan.mechanism
+    noisy = replace(mechanism, noise_multiplier=times * mechanism.noise_multiplier)
+    return replace(local, plan=replace(local.plan, mechanism=noisy))
+
+
+def test_clients_are_weighed_by_the_inverse_variance_of_their_noise(tmp_path):
+    """Equal batches, noise 1 : 1 : 2: of all weights, 4 : 4 : 1 leave the least variance."""
+    made, server = started(tmp_path)
+    rounds_of(made, server).gather()
+    equal = [server.members[name].local for name in NAMES]
+    assert shares(equal) == [1.0, 1.0, 1.0] and len({p.num_examples for p in equal}) == 1
+    server.members[NAMES[2]].local = noisier(equal[2], 2.0)
+    server.taken = {NAMES[0]: (9.0, 0.0, 0.0), NAMES[1]: (0.0, 9.0, 0.0), NAMES[2]: (0.0, 0.0, 9.0)}
+    assert server.close_round(0.1).values == (4.0, 4.0, 1.0)
+    assert [row["weight"] for row in federated_report(server)["clients"]] == [4 / 9, 4 / 9, 1 / 9]
+    # the rate follows: noise sqrt(1 + 1 + (2/4)^2) over batches 1 + 1 + 1/4, where three equal ones have
+    # sqrt(3) over 3
+    loud = [noisier(plan, 1e3) for plan in equal]  # noise alone bounds the rate
+    third = noisier(equal[2], 2e3)
+    ratio = chosen_rate([*loud[:2], third], "constant") / chosen_rate(loud, "constant")
+    assert ratio == pytest.approx((3**0.5 / 3) / (2.25**0.5 / 2.25))
 
 
 # ------------------------------------------------------------------ who comes and goes
