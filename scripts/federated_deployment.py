@@ -120,7 +120,6 @@ class Deployment:
             "name": f"client-{i}",
             "recipe": s.recipe,
             "overrides": s.overrides,
-            "shard": f"{i + 1}/{s.clients}",
             "output-dir": str(self.client_folder(i)),
         }
         config = " ".join(f"{k}={json.dumps(v)}" for k, v in values.items()) + f" rounds={s.rounds}"

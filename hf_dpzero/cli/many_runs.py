@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from hf_dpzero.cli.options import Compare, Federate, Sweep
-from hf_dpzero.ledger.log_file import LedgerError
-from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.recipes.recipe import (
     COMMAND_LINE,
     coerce_fields,
@@ -124,7 +122,7 @@ def run_federate(arguments: Federate) -> None:
     """
     from hf_dpzero.federated.report import summary
     from hf_dpzero.federated.run import ServerRun, run_in_process
-    from hf_dpzero.federated.setup import Settings, Side
+    from hf_dpzero.federated.setup import Settings, Side, check_folder
 
     engine = arguments.engine
     if engine not in ENGINES:
@@ -144,11 +142,7 @@ def run_federate(arguments: Federate) -> None:
         named = own.rstrip("/") + "-federated"
     folder = Path(named).absolute()
     settings.load(folder)  # refuses before anything is loaded
-    if (folder / LEDGER_NAME).exists() and not arguments.resume:
-        raise LedgerError(
-            f"{folder} holds the ledger of an earlier run: go on with --resume, or take another "
-            "--output_dir. What its clients spent stays spent either way."
-        )
+    check_folder(folder, settings.clients, resume=arguments.resume)
     if engine == "in_process":
         print(summary(run_in_process(settings, folder, resume=arguments.resume)))
         return

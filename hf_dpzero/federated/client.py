@@ -327,7 +327,7 @@ def check_ceiling(folder: Path, local: LocalPlan, ceiling: float | None) -> None
     if not before and ceiling is None:
         return
     total = together([(plan, plan.rounds) for plan in (*before, local)], local.delta)
-    if ceiling is None or total > ceiling:
+    if ceiling is None or not total <= ceiling:  # NaN allows nothing
         most = (
             "no max-epsilon says how much they may" if ceiling is None else f"{ceiling:g} at most"
         )

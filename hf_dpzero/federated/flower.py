@@ -25,7 +25,6 @@ import functools
 import json
 import logging
 import os
-import re
 import secrets
 import shlex
 import subprocess
@@ -36,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.federated import NAME
 from hf_dpzero.ledger.log_file import write_for_owner
@@ -138,48 +137,27 @@ class FlowerTransport:
 # ------------------------------------------------------------------ a client's configuration
 
 
-class Node(NamedTuple):
-    """A client of a SuperNode: its name, its own folder, its number among those that share its rows."""
-
-    name: str
-    folder: Path
-    shard: int = 0
-    of: int = 1  # 1 where all rows are its own
-
-
-def node_of(values: Mapping[str, Any]) -> Node:
-    """Reads a client's name, folder and shard.
-
-    Args:
-      values: `name`, and if wanted `output-dir`, `shard` ("3/20": every 20th row, from the third on, for
-        trials on one machine), and those of `settings_of`.
+def client_of(values: Mapping[str, Any]) -> tuple[str, Path]:
+    """Reads a client's name and its own folder: `name`, and if wanted `output-dir`.
 
     Raises:
-      ValueError: no name, or an entry that cannot be read.
+      ValueError: no name that can be one.
     """
-    name, shard = str(values.get("name", "")), str(values.get("shard", "1/1"))
+    name = str(values.get("name", ""))
     if not NAME.fullmatch(name):
         raise ValueError(
             f"name={name!r} in --node-config: give each client a name of its own, of letters, digits, "
             "'.', '_' and '-'."
         )
-    found = re.fullmatch(r"(\d+)/(\d+)", shard)
-    number, of = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not 1 <= number <= of:
-        raise ValueError(
-            f"shard={shard!r} in --node-config: give it as '3/20', from 1/20 to 20/20."
-        )
-    folder = Path(str(values.get("output-dir") or f"out/{name}")).absolute()
-    return Node(name, folder, number - 1, of)
+    return name, Path(str(values.get("output-dir") or f"out/{name}")).absolute()
 
 
-def settings_of(values: Mapping[str, Any], clients: int = 1) -> Settings:
+def settings_of(values: Mapping[str, Any]) -> Settings:
     """Reads a side's settings from a configuration of Flower.
 
     Args:
       values: `recipe`, and if wanted `overrides` (words), `rounds`, `participation`,
-        `sampling-probability`, `max-epsilon`.
-      clients: that share the recipe's rows; 1 where all rows are the side's own.
+        `sampling-probability`, `max-epsilon`; "" stands for none.
 
     Raises:
       ValueError: no recipe, or an entry that is no number.
@@ -190,8 +168,7 @@ def settings_of(values: Mapping[str, Any], clients: int = 1) -> Settings:
         )
     numbers: dict[str, Any] = {}
     for name, kind in (("rounds", int), ("sampling-probability", float), ("max-epsilon", float)):
-        given = values.get(name)
-        if given is not None and given != "":  # Flower's configurations have no null
+        if (given := values.get(name, "")) != "":
             try:
                 numbers[name.replace("-", "_")] = kind(given)
             except (TypeError, ValueError):
@@ -201,9 +178,9 @@ def settings_of(values: Mapping[str, Any], clients: int = 1) -> Settings:
     return Settings(
         recipe=str(values["recipe"]),
         overrides=tuple(shlex.split(str(values.get("overrides", "")))),
-        clients=clients,
+        clients=1,
         participation=values.get("participation") or "sampled",
-        own_rows=clients == 1,
+        own_rows=True,
         **numbers,
     )
 
@@ -318,17 +295,16 @@ class _Answers:
         return None  # and no word of the error leaves the client
 
     def _answer(self, kind: str, payload: bytes) -> bytes:
-        node = node_of(self.values)
-        settings = settings_of(self.values, node.of)
+        (name, _), settings = client_of(self.values), settings_of(self.values)
         from hf_dpzero.federated.report import RUNS
         from hf_dpzero.federated.setup import Side, run_of
 
         run = run_of(kind, payload)
         if self.side is None or (self.side.contract is not None and self.run != run):
             self.side = None  # one model in memory
-            self.side = Side.build(settings, node.folder)
+            self.side = Side.build(settings, self.folder)
         self.run = run
-        return self.side.answer(kind, payload, node.name, node.shard, self.folder / RUNS / run)
+        return self.side.answer(kind, payload, name, 0, self.folder / RUNS / run)
 
 
 def _end_with(watched: int) -> None:
@@ -384,8 +360,8 @@ def client_app() -> ClientApp:
 
 def deployed_answer(kind: str, payload: bytes, context: Context) -> bytes:
     """Has a SuperNode's resident process answer."""
-    folder = node_of(context.node_config).folder
-    return hand_over(folder, dict(context.node_config), kind, payload)
+    values = dict(context.node_config)
+    return hand_over(client_of(values)[1], values, kind, payload)
 
 
 def simulated_clients(settings: Settings, folder: str) -> ClientApp:

@@ -124,6 +124,29 @@ def run_of(kind: str, payload: bytes) -> str:
     return payload[DIGEST_AT].hex()
 
 
+def check_folder(folder: Path, clients: int, *, resume: bool) -> None:
+    """Refuses a simulation's folder in which it cannot start or go on, before anything is loaded.
+
+    Raises:
+      LedgerError: says what is in the folder.
+    """
+    there, members = (folder / LEDGER_NAME).is_file(), folder / MEMBERS_NAME
+    if there and not resume:
+        raise LedgerError(
+            f"{folder} holds the ledger of an earlier run: go on with --resume, or take another "
+            "--output_dir. What its clients spent stays spent either way."
+        )
+    if resume and not there:
+        raise LedgerError(f"{folder} has no {LEDGER_NAME} to resume from: leave --resume out.")
+    if resume and members.is_file():
+        before = len(json.loads(members.read_text(encoding="utf-8")))
+        if before > clients:
+            raise LedgerError(
+                f"{folder} is of {before} clients, and clients={clients}: rows that change between "
+                "clients would be charged in part only. Resume with the number that it was started with."
+            )
+
+
 @dataclass
 class Side:
     """One process of a run: a replica, and what makes its contract and its clients' plans.
@@ -299,9 +322,8 @@ class Side:
             len(rows), self._agreed(offered["sampling_probability"], num_examples=len(rows))
         )
         check_plan(offered, local)
-        check_ceiling(
-            folder, local, self.settings.max_epsilon or self.recipe.training.target_epsilon
-        )
+        most = self.settings.max_epsilon
+        check_ceiling(folder, local, self.recipe.training.target_epsilon if most is None else most)
         if local.participation == "once":
             check_same_rows(folder, self.replica.run.dataset, rows.tolist())
         if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):
@@ -347,8 +369,6 @@ class Side:
         contract = {"direction_key": f"{new_key():032x}", **self.own_contract()}
         if resume:
             ledger = folder / LEDGER_NAME
-            if not ledger.is_file():
-                raise LedgerError(f"{folder} has no {LEDGER_NAME} to resume from.")
             self._check_same_shards(folder)
             header, _ = split_header(ledger.read_bytes(), ledger)
             contract["direction_key"] = header["direction_key"]

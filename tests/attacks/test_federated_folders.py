@@ -130,6 +130,9 @@ def test_runs_of_one_client_add_up_and_stop_at_its_ceiling(tmp_path):
         "north", 0, folder, server.invitation())).name), "north", 0, folder)  # fmt: skip
     with pytest.raises(PlanError, match=r"1 earlier ones .* epsilon = (2\.\d+|3\.\d+) .*2 at most"):
         joins(1)  # the target is the ceiling where nothing else is said
+    for number, ceiling in ((4, 0.0), (5, float("nan"))):
+        with pytest.raises(PlanError, match="would cost"):
+            joins(number, max_epsilon=ceiling)
     joins(2, max_epsilon=3.0)
     with pytest.raises(PlanError, match="3 at most"):
         joins(3, max_epsilon=3.0)

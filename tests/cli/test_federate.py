@@ -11,6 +11,7 @@ import yaml
 from tiny_language_models import save_encoder
 
 from hf_dpzero.cli import main
+from hf_dpzero.federated.setup import Side
 from hf_dpzero.ledger.trajectory import Trajectory
 
 
@@ -47,7 +48,7 @@ def check(folder: Path, clients: int, rounds: int) -> dict:
     return report
 
 
-def test_a_run_writes_its_report_and_can_be_replayed(recipe, tmp_path, capsys):
+def test_a_run_writes_its_report_and_can_be_replayed(recipe, tmp_path, capsys, monkeypatch):
     words = ("--clients", "3", "--engine", "in_process")
     assert run(recipe, *words) == 0
     folder = tmp_path / "out-federated"
@@ -57,7 +58,12 @@ def test_a_run_writes_its_report_and_can_be_replayed(recipe, tmp_path, capsys):
     rebuilt = ["--trajectory", str(folder / "trajectory.safetensors"), "--output_dir", "again"]
     assert main.main(["replay", "--base", str(recipe), *rebuilt, "--expect", str(folder)]) == 0
     assert "bit for bit" in capsys.readouterr().out
+    monkeypatch.setattr(Side, "build", None)  # nothing is loaded for these
     assert run(recipe, *words) == 2 and "go on with --resume" in capsys.readouterr().err
+    assert run(recipe, "--clients", "2", "--resume") == 2
+    assert "is of 3 clients" in capsys.readouterr().err
+    assert run(recipe, "--output_dir", str(tmp_path / "none"), "--resume") == 2
+    assert "to resume from" in capsys.readouterr().err
 
 
 def test_a_recipe_of_init_runs_as_it_is(recipe, tmp_path, caplog):
@@ -82,7 +88,6 @@ def test_a_recipe_of_init_runs_as_it_is(recipe, tmp_path, caplog):
         (["--participation", "once", "--engine", "in_process"], "replace_one"),
         (["--clipping", "adaptive"], "clipping='adaptive'"),
         (["--method", "mezo"], "method"),
-        (["--resume", "--engine", "in_process"], "to resume from"),
     ],
 )
 def test_what_cannot_run_is_refused(recipe, capsys, words, why):

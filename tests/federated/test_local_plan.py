@@ -154,8 +154,10 @@ def test_a_rate_is_chosen_from_the_noise_of_all_clients(tmp_path):
     assert chosen_rate([third] * 3, "linear") == pytest.approx(one / math.sqrt(3), rel=1e-9)
     other = plan(tmp_path, 35, 0.2, **{**settings, "noise_multiplier": 25.0})
     clip, rate = third.mechanism.clip, chosen_rate([third, other], "constant")
-    deviation = clip * math.hypot(45.0, 25.0) / (0.2 * 55) * math.sqrt(4)  # of 4 rounds
-    assert rate * deviation * clip == pytest.approx(NOISE_SHARE, rel=1e-9)
+    share = (25 / 45) ** 2  # of a row of the client with more noise
+    batches = 0.2 * (share * 20 + 35)
+    deviation = clip * math.hypot(share * 45.0, 25.0) / batches * math.sqrt(4)  # of 4 rounds
+    assert rate * deviation * clip == pytest.approx(NOISE_SHARE, rel=1e-5)  # shares have six digits
 
 
 def test_a_small_clip_makes_no_large_rate(tmp_path):

@@ -15,7 +15,13 @@ from types import SimpleNamespace
 import pytest
 
 from hf_dpzero.federated import flower
-from hf_dpzero.federated.flower import ADDRESS_NAME, ResidentError, hand_over, node_of, settings_of
+from hf_dpzero.federated.flower import (
+    ADDRESS_NAME,
+    ResidentError,
+    client_of,
+    hand_over,
+    settings_of,
+)
 
 VALUES = {"name": "north", "recipe": "quickstart", "rounds": 5}
 
@@ -130,22 +136,19 @@ def running(process: int) -> bool:
 # ------------------------------------------------------------------ node configurations
 
 
-def test_settings_and_shard_of_a_node():
+def test_settings_of_a_node():
     values = {"recipe": "quickstart", "overrides": "--clip 3 --seed '4'", "rounds": 5}
     made = settings_of({**values, "sampling-probability": 0.25, "max-epsilon": 3})
     assert made.recipe == "quickstart" and made.overrides == ("--clip", "3", "--seed", "4")
     assert (made.rounds, made.sampling_probability, made.max_epsilon) == (5, 0.25, 3.0)
     assert made.own_rows and made.clients == 1
-    shared = settings_of(values, clients=20)
-    assert not shared.own_rows and shared.clients == 20 and shared.sampling_probability is None
+    assert settings_of(values).sampling_probability is settings_of(values).max_epsilon is None
     assert settings_of({**values, "rounds": 0}).rounds == 0  # and not the recipe's
     assert settings_of({**values, "rounds": ""}).rounds is None
-    assert (node_of({"name": "a"}).shard, node_of({"name": "a"}).of) == (0, 1)
-    third = node_of({"name": "a", "shard": "3/20", "output-dir": "/data/run"})
-    assert (third.shard, third.of, third.folder) == (2, 20, Path("/data/run"))
+    assert client_of({"name": "a", "output-dir": "/data/run"}) == ("a", Path("/data/run"))
 
 
-NAMED, RECIPE = {"name": "a"}, {"recipe": "quickstart"}
+RECIPE = {"recipe": "quickstart"}
 
 
 @pytest.mark.parametrize(
@@ -155,12 +158,8 @@ NAMED, RECIPE = {"name": "a"}, {"recipe": "quickstart"}
         (settings_of, {**RECIPE, "rounds": "many"}, "rounds='many': give a number"),
         (settings_of, {**RECIPE, "sampling-probability": "x"}, "probability='x': give a number"),
         *[
-            (node_of, {"name": name}, "give each client a name of its own")
+            (client_of, {"name": name}, "give each client a name of its own")
             for name in ("", "../up", ".hidden", "a/b", "a b", "x" * 65)
-        ],
-        *[
-            (node_of, {**NAMED, "shard": text}, "shard=")
-            for text in ("0/2", "3/2", "2", "a/b", "1/0")
         ],
     ],
 )
