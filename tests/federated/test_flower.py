@@ -104,3 +104,33 @@ def test_a_supernode_hands_messages_over(tmp_path, monkeypatch, caplog):
     assert sent(RecordDict(), config) is None
     assert sent(wrapped(b"ask", "round"), {}) is None
     assert "give each client a name" in caplog.text and len(calls) == 1
+
+
+def test_a_resident_process_serves_runs_in_folders_of_their_own(tmp_path, monkeypatch):
+    """Two runs in turns; what a run released is answered from its ledger when its turn comes again."""
+    target = {"target_epsilon": 2.0, "noise_multiplier": None}
+    servers = [
+        started(tmp_path / f"server-{key}", **target, **{"testing.direction_key": key})[1]
+        for key in (1, 2)
+    ]
+    built = []
+
+    def build(settings, folder):
+        built.append(side(folder, max_epsilon=settings.max_epsilon, **target))
+        return built[-1]
+
+    monkeypatch.setattr("hf_dpzero.federated.setup.Side.build", build)
+    values = {"name": "north", "recipe": "none", "max-epsilon": 4}
+    answers = flower._Answers(tmp_path / "north", values)
+
+    def asked(server):
+        return answers("round", server.ask("north"))
+
+    for server in servers:
+        server.join(answers("join", server.invitation()))
+    first = asked(servers[0])
+    assert servers[0].take("north", first) and servers[1].take("north", asked(servers[1]))
+    assert asked(servers[0]) == first and len(built) == 5
+    assert asked(servers[0]) == first and len(built) == 5  # the same run again
+    folders = {folder.name for folder in (tmp_path / "north" / "runs").iterdir()}
+    assert folders == {server.digest.hex() for server in servers}
