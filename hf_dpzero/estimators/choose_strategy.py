@@ -100,6 +100,29 @@ def choose_strategy(
     return messages
 
 
+def unmeasured(differences: FiniteDifferences, device: str, num_directions: int) -> list[str]:
+    """Says which choices rest on a CPU's measurements or an estimate where a GPU computes.
+
+    Args:
+      differences: of the run to come, its strategy chosen.
+      device: type of the torch device that computes.
+      num_directions: K of the steps to come.
+
+    Returns:
+      One line for a log; [] on a CPU, or where all was measured (bfloat16 on an H100).
+    """
+    visits, automatic = differences.visits, differences.chosen_automatically
+    stacks = automatic and small_enough(differences.space, num_directions)
+    wide = all(p.dtype == torch.float32 for p in differences.model.parameters())
+    named = [
+        (stacks, f"strategy {differences.strategy} (by hand: performance.perturbation_strategy)"),
+        (visits is not None and bool(visits.arriving), "what offloaded weights cost a pass"),
+        (wide, "rows of a float32 pass (by hand: microbatch_size)"),
+    ]
+    choices = [choice for applies, choice in named if applies and device != "cpu"]
+    return [f"chosen and never measured on a GPU: {', '.join(choices)}."] if choices else []
+
+
 def inexactness(
     differences: FiniteDifferences, microbatch: Microbatch, direction: Direction
 ) -> str | None:

@@ -34,7 +34,7 @@ from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.checks.table import run_checks
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.arithmetic import compile_
-from hf_dpzero.estimators.choose_strategy import choose_strategy
+from hf_dpzero.estimators.choose_strategy import choose_strategy, unmeasured
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import SettleBeforeRead, all_known
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
@@ -215,6 +215,7 @@ class ZerothOrderMethod:
             )
         if differences.stack is not None and run.shapes and not run.shapes.one_by_one:
             messages += _try_stacked(run, run.shapes, differences)
+        messages += unmeasured(differences, args.device.type, args.num_directions)
         for message in messages:
             logger.warning(message)
         check_strategy(differences)

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dpzero.estimators import stacked
-from hf_dpzero.estimators.choose_strategy import STACKED_TOLERANCE, choose_strategy, inexactness
+from hf_dpzero.estimators.choose_strategy import (
+    STACKED_TOLERANCE,
+    choose_strategy,
+    inexactness,
+    unmeasured,
+)
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.stacked import StackedCopies
@@ -445,3 +450,20 @@ def test_nan_rows_do_not_decide(sentence_head):
     batch = {k: v.clone() for k, v in features(2).items()}
     batch["sentence_embedding"][1] = torch.nan
     assert chosen(StackedBench(sentence_head), batch, 8) == "stacked"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "named"),
+    [
+        ("auto", torch.float32, ["strategy whole_model", "float32 pass"]),
+        ("whole_model", torch.float32, ["float32 pass"]),
+        ("auto", torch.bfloat16, []),
+    ],
+)
+def test_what_was_never_measured_on_a_gpu_is_said_there_in_one_line(strategy, dtype, named):
+    bench = Bench(nn.Linear(4, 2).to(dtype), lambda model, batch: model(batch["x"]).sum(1))
+    found = bench.estimator(strategy)
+    assert unmeasured(found, "cpu", 4) == []
+    lines = unmeasured(found, "cuda", 4)
+    assert len(lines) == bool(named) and all(words in lines[0] for words in named)
+    assert sum(line.count(",") + 1 for line in lines) == len(named)
