@@ -26,7 +26,7 @@ from typing import Any
 
 from scripts.gpu import stages
 from scripts.gpu.results import FAILED, RUNNING, Item, Results, run_items
-from scripts.gpu.tables import markdown, show
+from scripts.gpu.tables import markdown
 
 BUDGET_S = 560.0
 """Seconds of all stages: ten minutes less what starting and ending take."""
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             run_stage(results, stage, options, deadline)
         else:
             in_a_process(results, stage, options, deadline)
-    show(results.content)
+    print(markdown(results.content))
     wrong = results.failed(options.stages)
     if wrong:
         print(f"failed: {', '.join(wrong)}", file=sys.stderr)
@@ -72,13 +72,12 @@ def run_stage(results: Results, stage: str, options: Any, deadline: float) -> No
 
 def _items(stage: str, options: Any) -> Iterator[Item]:
     data = Path(options.data)
-    return stages.items_of(stage, options.device, data, options.dry_run, options.rate_factor)
+    return stages.items_of(stage, options.device, data, options.dry_run)
 
 
 def in_a_process(results: Results, stage: str, options: Any, deadline: float) -> None:
     """A stage in a process of its own, which a broken device or a hang takes along; its items stay."""
     words = ["--output_dir", options.output_dir, "--device", options.device, "--data", options.data]
-    words += ["--rate_factor", str(options.rate_factor)]
     words += ["--deadline", str(deadline), *["--dry_run"] * options.dry_run]
     command = [sys.executable, "-m", "scripts.gpu", "stage", stage, *words]
     items = _items(stage, options)
@@ -120,9 +119,6 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--data", default="sst2.safetensors", help="what `pack` wrote")
         command.add_argument(
             "--device", default=None, help="torch device; cuda, or cpu in a dry run"
-        )
-        command.add_argument(
-            "--rate_factor", type=float, default=1.0, help="times the learning rates of sst2"
         )
         command.add_argument("--dry_run", action="store_true", help="tiny sizes, on the CPU")
     run_.add_argument("--stages", nargs="+", choices=stages.STAGES, default=stages.UNASKED)

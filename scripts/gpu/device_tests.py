@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -53,7 +52,7 @@ def run_file(path: Path, words: list[str], limit_s: float) -> Mapping[str, Any]:
         report = Path(folder) / "report.xml"
         child = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path), *words,
-             *_processes(words), f"--junitxml={report}"],
+             f"--junitxml={report}"],
             cwd=ROOT, capture_output=True, text=True, timeout=limit_s,
         )  # fmt: skip
         said = (child.stdout + child.stderr)[-6000:]
@@ -65,12 +64,6 @@ def run_file(path: Path, words: list[str], limit_s: float) -> Mapping[str, Any]:
         if child.returncode != 0:
             raise RuntimeError(f"pytest {path} ended with {child.returncode}:\n{said}")
         return counts(ElementTree.parse(report).getroot())
-
-
-def _processes(words: list[str]) -> list[str]:
-    """Kernels are compiled for minutes by one process: as many as half the cores take, up to four."""
-    several = importlib.util.find_spec("xdist") is not None and words == ["-m", "gpu"]
-    return ["-n", str(max(1, min(4, (os.cpu_count() or 1) // 2)))] if several else []
 
 
 def counts(root: ElementTree.Element) -> dict[str, Any]:

@@ -7,9 +7,8 @@ depends on them, so the other weights train as they would beside them.
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def pack(
 
     Args:
       model_folder: of a BERT encoder with its tokenizer, or `package:...`.
-      data_folder: with `train` and `validation` as .jsonl, .tsv or .parquet; fields sentence, label.
+      data_folder: with `train` and `validation` as .jsonl; fields sentence, label.
       file: to write, .safetensors.
       batch_size: expected rows of a Poisson batch.
       delta: of the guarantee.
@@ -84,34 +83,10 @@ def pack(
 
 
 def read_rows(folder: Path, split: str) -> Iterator[tuple[str, int]]:
-    """(sentence, label) of a split, from the first of .jsonl, .tsv, .parquet that is there.
-
-    Raises:
-      OSError: none of them is.
-    """
-    readers: dict[str, Callable[[Path], Iterator[Mapping[str, Any]]]] = {
-        ".jsonl": _json_lines, ".tsv": _tab_separated, ".parquet": _parquet,
-    }  # fmt: skip
-    for ending, reader in readers.items():
-        if (path := folder / f"{split}{ending}").exists():
-            return ((str(row["sentence"]), int(row["label"])) for row in reader(path))
-    raise OSError(f"{folder} has no {split}.jsonl, {split}.tsv or {split}.parquet.")
-
-
-def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
-
-
-def _tab_separated(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8", newline="") as lines:
-        yield from csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
-def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
-    import pandas
-
-    yield from pandas.read_parquet(path, columns=["sentence", "label"]).to_dict("records")
+    """(sentence, label) of each line of a split's .jsonl."""
+    with (folder / f"{split}.jsonl").open(encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            yield str(row["sentence"]), int(row["label"])
 
 
 def model_tensors(folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -165,34 +140,20 @@ def ragged(rows: Sequence[Sequence[int]], kept: Sequence[int]) -> dict[str, Tens
 
 def noise_multipliers(
     rows: int, batch_size: int, delta: float, steps: Sequence[int]
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Method -> epsilon -> steps -> noise multiplier, from the package's accountant.
+) -> dict[str, dict[str, float]]:
+    """Epsilon -> steps -> noise multiplier, from the package's accountant.
 
     The number of directions changes nothing: they share one clip and one release.
     """
-    from hf_dpzero.privacy.mechanisms import Mechanism, ScalarMechanism
-    from hf_dpzero.privacy.mechanisms.gradient import DPAdamW
+    from hf_dpzero.privacy.mechanisms import ScalarMechanism
     from hf_dpzero.privacy.plan import PrivacyPlan
     from hf_dpzero.privacy.sampling import PoissonSampler
 
     sampler = PoissonSampler(num_examples=rows, expected_batch_size=float(batch_size))
-    sizes: dict[str, Any] = {
-        "expected_batch_size": batch_size,
-        "clip": 1.0,
-        "noise_multiplier": 1.0,
-    }
-    mechanisms: dict[str, Mechanism] = {
-        "dpzero": ScalarMechanism(**sizes), "dp-adamw": DPAdamW(**sizes)
-    }  # fmt: skip
+    mechanism = ScalarMechanism(expected_batch_size=batch_size, clip=1.0, noise_multiplier=1.0)
 
-    def multiplier(mechanism: Mechanism, epsilon: float, count: int) -> float:
+    def multiplier(epsilon: float, count: int) -> float:
         plan = PrivacyPlan(sampler=sampler, mechanism=mechanism, steps=count)
         return float(plan.calibrate(epsilon=epsilon, delta=delta).mechanism.noise_multiplier)
 
-    return {
-        name: {
-            str(epsilon): {str(t): multiplier(mechanism, epsilon, t) for t in steps}
-            for epsilon in EPSILONS
-        }
-        for name, mechanism in mechanisms.items()
-    }
+    return {str(e): {str(t): multiplier(e, t) for t in steps} for e in EPSILONS}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu.results import Item
+from scripts.gpu.steps import COMMON, made
 
 SHAPE = "opt-13b"
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,20 +35,11 @@ def items(device: str, dry_run: bool) -> Iterator[Item]:
 @functools.cache
 def _made(shape: str, device: str) -> tuple[Any, Any, int]:
     """A step that was taken twice, its bare forward passes, and how many passes it has."""
-    from scripts.benchmarks.settings import StepBench
-    from scripts.benchmarks.timed_steps import Forwards, Step, build
-    from scripts.gpu.steps import COMMON
-
-    bench = StepBench(shape=shape, device=device, **{**COMMON, **_small(shape)})
-    model, batches = build(bench)
-    step, forwards = Step(bench, model, batches), Forwards(bench, model, batches)
+    small = {"batch_size": 2, "seq_length": 8} if shape.startswith("tiny") else {}
+    step, forwards, passes = made({"shape": shape, "device": device, **COMMON, **small})
     for _ in range(2):
         step(0), forwards(0)
-    return step, forwards, 2 * len(batches(0))
-
-
-def _small(shape: str) -> dict[str, Any]:
-    return {"batch_size": 2, "seq_length": 8} if shape.startswith("tiny") else {}
+    return step, forwards, passes
 
 
 def _seconds(shape: str, device: str, left: float = 0.0) -> Mapping[str, Any]:
@@ -67,11 +59,13 @@ def _seconds(shape: str, device: str, left: float = 0.0) -> Mapping[str, Any]:
         hosts[f"host_{name}"] = time.perf_counter() - began
     ratio = statistics.median(a / b for a, b in zip(own, bare, strict=True))
     medians = {"step": statistics.median(own), "forwards": statistics.median(bare)}
-    return {**medians, **hosts, "ratio": ratio, "passes": passes, "strategy": _strategy(step)}
-
-
-def _strategy(step: Any) -> str:
-    return str(step.differences.strategy)
+    return {
+        **medians,
+        **hosts,
+        "ratio": ratio,
+        "passes": passes,
+        "strategy": step.differences.strategy,
+    }
 
 
 def _device(shape: str, device: str, left: float = 0.0) -> Mapping[str, Any]:

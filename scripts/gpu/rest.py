@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scripts.gpu.results import Item
-from scripts.gpu.steps import COMMON, measure
+from scripts.gpu.steps import COMMON, made, measure
 
 REPEATS = 7
 
@@ -43,27 +43,19 @@ def _ratio(calls: Sequence[Callable[[int], None]], settings: Mapping[str, Any]) 
 
 def fixed_cost(settings: Mapping[str, Any], left: float = 0.0) -> Mapping[str, Any]:
     """Two forward passes of a model that costs nothing, and a step of it."""
-    from scripts.benchmarks.settings import StepBench
-    from scripts.benchmarks.timed_steps import Forwards, Step, build
-
-    bench = StepBench(**settings)
-    model, batches = build(bench)
-    found = _ratio([Forwards(bench, model, batches), Step(bench, model, batches)], settings)
-    forwards, step = found["seconds"]
-    return {**found, "fixed_ms": 1e3 * (step - forwards)}
+    step, forwards, _ = made(settings)
+    found = _ratio([forwards, step], settings)
+    return {**found, "fixed_ms": 1e3 * (found["seconds"][1] - found["seconds"][0])}
 
 
 def weight_decay(settings: Mapping[str, Any], left: float = 0.0) -> Mapping[str, Any]:
     """Forwards, steps without weight decay, and steps with it."""
-    from scripts.benchmarks.settings import StepBench
-    from scripts.benchmarks.timed_steps import Forwards, Step, StepAfterItsOwn, build
+    from scripts.benchmarks.timed_steps import StepAfterItsOwn
 
-    bench = StepBench(**settings)
-    model, batches = build(bench)
-    step = Step(bench, model, batches)
+    step, forwards, _ = made(settings)
     plain, decaying = StepAfterItsOwn(step, 1), StepAfterItsOwn(step, 1)
     decaying.own.trajectory.header["weight_decay"] = 0.01
-    return _ratio([Forwards(bench, model, batches), plain, decaying], settings)
+    return _ratio([forwards, plain, decaying], settings)
 
 
 def offload(settings: Mapping[str, Any], left: float = 0.0) -> Mapping[str, Any]:

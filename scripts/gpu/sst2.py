@@ -1,11 +1,9 @@
-"""SST-2 with all parameters of a MiniLM: DPZero with K directions against DP-AdamW, from a packed file.
+"""SST-2 with all parameters of a MiniLM: DPZero with K directions, from a packed file.
 
-DPZero is the package's own step (`ZerothOrderStep`) on Poisson batches in passes of fixed sizes: the
+It takes the package's own steps (`ZerothOrderStep`) on Poisson batches in passes of fixed sizes: the
 first has 1.25 B rows, of 32 columns, the last of which is always padding, so that attention always has a
-mask; what is not full is filled up with blanks. Per-example gradients of DP-AdamW come from torch.func,
-`vmap(grad(loss))` over rows: the memory of one gradient a row, no hooks. Noise is that of a seeded
-generator, because the data are public and OpenDP may be missing: the epsilon of an outcome is that of
-the same run with secret noise.
+mask; what is not full is filled up with blanks. Noise is that of a seeded generator, because the data
+are public and OpenDP may be missing: an outcome's epsilon is that of the same run with secret noise.
 """
 
 from __future__ import annotations
@@ -13,15 +11,14 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_dpzero.batches.placement import Placement, pass_cost, sizes_up_to
 from hf_dpzero.batches.shapes import PassShapes
@@ -30,10 +27,9 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.heads import select_objective
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
-from hf_dpzero.privacy.mechanisms.gradient import clip_factors
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.sampling import PoissonSampler, place_order
-from hf_dpzero.recipes.sentence_classifier import SentenceClassifier, pool
+from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 from scripts.gpu.pack import EPSILONS, TRAIN_TOKENS
 from scripts.gpu.results import Item
@@ -41,28 +37,25 @@ from scripts.gpu.results import Item
 SMOOTHING = 1e-3
 CLIP_PER_DIRECTION = 16.0
 """C of DPZero over the square root of K. Differences at the start: 13 in the median, 22 at 90 %."""
-GRADIENT_CLIP = 1.0
 SLOTS_FOR_BATCH = 1.25
 """Rows of a pass at most, over the expected batch: one of 512 is larger once in 10^7."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A method, with what it is tuned by and the seconds it may train."""
+    """K, the learning rate, and the seconds that it may train."""
 
-    method: str
     num_directions: int
     learning_rate: float
     seconds: float
 
 
 # DPZero's rate: of 1e-6 to 1e-3, the step along 16 directions (128 rows) after which the loss of 256
-# other rows was least. It does not depend on K, whose terms are added. DP-AdamW's is not tuned.
+# other rows was least. It does not depend on K, whose terms are added.
 ARMS = {
-    "dp-adamw": Arm("dp-adamw", 0, 1e-4, 15.0),
-    "dpzero-1": Arm("dpzero", 1, 3e-4, 15.0),
-    "dpzero-16": Arm("dpzero", 16, 3e-4, 25.0),
-    "dpzero-64": Arm("dpzero", 64, 3e-4, 40.0),
+    "dpzero-1": Arm(1, 3e-4, 15.0),
+    "dpzero-16": Arm(16, 3e-4, 25.0),
+    "dpzero-64": Arm(64, 3e-4, 40.0),
 }
 
 
@@ -91,7 +84,7 @@ class Packed:
             for split in ("train", "validation")
         )
 
-    def model(self, attention: str = "sdpa") -> SentenceClassifier:
+    def model(self) -> SentenceClassifier:
         """A fresh classifier with the packed weights, float32, in eval mode."""
         from transformers import AutoConfig, AutoModel
 
@@ -101,13 +94,12 @@ class Packed:
         model = SentenceClassifier.from_encoder(
             encoder, num_labels=2, logit_scale=self.facts["model"]["logit_scale"]
         )
-        model.set_attn_implementation(attention)
         model.to(self.device).load_state_dict(self.weights)
         return model.eval().float()
 
-    def noise(self, arm: Arm, epsilon: float) -> dict[int, float]:
+    def noise(self, epsilon: float) -> dict[int, float]:
         """Steps -> noise multiplier."""
-        return {int(t): s for t, s in self.facts["noise"][arm.method][str(epsilon)].items()}
+        return {int(t): s for t, s in self.facts["noise"][str(epsilon)].items()}
 
 
 def padded(ids: Tensor, lengths: Tensor, labels: Tensor, device: str) -> dict[str, Tensor]:
@@ -173,14 +165,10 @@ class DPZeroRun:
             noise=InsecureSeededNoise(seed), trajectory=Trajectory(header), defer=True,
         )  # fmt: skip
         self.batches = DrawnRows(packed, seed)
-        self.clipped: list[float] = []
 
     def __call__(self, number: int, learning_rate: float) -> None:
-        """Takes a step and keeps the share of examples that were clipped."""
-        x = self.step(number, self.batches.fixed(number), learning_rate)
-        if x is not None and len(x):
-            bound = self.step.mechanism.clip
-            self.clipped.append(float((x.norm(dim=1) > bound).double().mean()))
+        """Takes a step."""
+        self.step(number, self.batches.fixed(number), learning_rate)
 
     def finish(self) -> SentenceClassifier:
         """The model, with the last update made."""
@@ -227,89 +215,6 @@ class DrawnRows:
         raise NotImplementedError("rows are stacked")
 
 
-class Logits(nn.Module):
-    """The classifier's logits with an additive mask `[B, 1, T, T]`, which `vmap` goes through."""
-
-    def __init__(self, model: SentenceClassifier) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """`[B, 2]` of token ids and mask `[B, T]`."""
-        lowest = torch.finfo(torch.float32).min
-        added = (1.0 - mask[:, None, None, :].float()) * lowest
-        added = added.expand(len(ids), 1, ids.shape[1], ids.shape[1])
-        states = self.model.encoder(ids, attention_mask=added).last_hidden_state
-        pooled = F.normalize(pool(states, mask, self.model.config.pooling), dim=-1)
-        return self.model.classifier(pooled) * self.model.config.logit_scale
-
-
-class DPAdamWRun:
-    """Steps of DP-AdamW: per-example gradients by `vmap(grad)`, L2 clip, sum, noise, / B, AdamW.
-
-    Args:
-      packed: data and weights.
-      arm: not used but for the common call.
-      noise_multiplier: sigma.
-      seed: of batches and noise.
-      rows_at_once: gradients that are held at a time.
-    """
-
-    def __init__(
-        self, packed: Packed, arm: Arm, noise_multiplier: float, seed: int, rows_at_once: int = 64
-    ) -> None:
-        self.model, self.rows_at_once = packed.model(attention="eager"), rows_at_once
-        self.logits = Logits(self.model)
-        self.parameters = dict(self.logits.named_parameters())
-        self.sigma, self.batch = noise_multiplier, packed.facts["batch_size"]
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), weight_decay=0.0)
-        self.generator = torch.Generator(packed.device).manual_seed(seed)
-        self.batches = DrawnRows(packed, seed)
-        self.clipped: list[float] = []
-        each = torch.func.grad(self._loss)
-        self.gradients = torch.func.vmap(each, in_dims=(None, 0, 0, 0))
-
-    def _loss(self, parameters: Any, ids: Tensor, mask: Tensor, label: Tensor) -> Tensor:
-        inputs = (ids.unsqueeze(0), mask.unsqueeze(0))
-        logits = torch.func.functional_call(self.logits, parameters, inputs)
-        return F.cross_entropy(logits, label.unsqueeze(0))
-
-    def __call__(self, number: int, learning_rate: float) -> None:
-        """Takes a step and keeps the share of examples that were clipped."""
-        held = {n: p.detach() for n, p in self.parameters.items()}
-        totals = {n: torch.zeros_like(p) for n, p in held.items()}
-        indices, norms = self.batches.drawn(number), []
-        for at in range(0, len(indices), self.rows_at_once):
-            rows = self.batches.of(indices[at : at + self.rows_at_once])
-            found = self.gradients(held, rows["input_ids"], rows["attention_mask"], rows["labels"])
-            norms.append(self._add(totals, found))
-        for name, parameter in self.parameters.items():
-            noise = torch.empty_like(parameter).normal_(generator=self.generator)
-            parameter.grad = (totals[name] + self.sigma * GRADIENT_CLIP * noise) / self.batch
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        if norms:
-            self.clipped.append(float((torch.cat(norms) > GRADIENT_CLIP).double().mean()))
-
-    @staticmethod
-    def _add(totals: dict[str, Tensor], found: Mapping[str, Tensor]) -> Tensor:
-        """Adds clipped gradients `[B, ...]` to the totals and returns their norms `[B]`."""
-        parts = [g.flatten(1).double().norm(dim=1) for g in found.values()]
-        norms = torch.stack(parts).norm(dim=0)
-        factors = clip_factors(norms, GRADIENT_CLIP)
-        for name, gradient in found.items():
-            totals[name] += torch.einsum("b,b...->...", factors, gradient)
-        return norms
-
-    def finish(self) -> SentenceClassifier:
-        """The model."""
-        return self.model
-
-
-RUNS: dict[str, Callable[..., Any]] = {"dpzero": DPZeroRun, "dp-adamw": DPAdamWRun}
-
-
 # ---------------------------------------------------------------- one run
 
 
@@ -327,23 +232,22 @@ def train(packed: Packed, arm: Arm, epsilon: float, seed: int, left: float) -> d
 
     Three steps, which are thrown away, say how long one takes; the number of steps decides the noise.
     """
-    choices = packed.noise(arm, epsilon)
-    trial = RUNS[arm.method](packed, arm, min(choices.values()), seed)
+    choices = packed.noise(epsilon)
+    trial = DPZeroRun(packed, arm, min(choices.values()), seed)
     per_step = seconds_per_step(trial, packed.device)
     del trial
     steps = steps_that_fit(per_step, min(arm.seconds, 0.8 * left), choices)
-    run = RUNS[arm.method](packed, arm, choices[steps], seed)
+    run = DPZeroRun(packed, arm, choices[steps], seed)
     began = time.perf_counter()
     for number in range(steps):
         run(number, arm.learning_rate * (1.0 - number / steps))
     model = run.finish()
     reached = accuracy(model, packed.validation)
     return {
-        "method": arm.method, "num_directions": arm.num_directions, "epsilon": epsilon,
+        "num_directions": arm.num_directions, "epsilon": epsilon,
         "delta": packed.facts["delta"], "steps": steps, "noise_multiplier": choices[steps],
         "learning_rate": arm.learning_rate, "seconds_per_step": per_step,
         "train_seconds": time.perf_counter() - began, "accuracy": reached, "seed": seed,
-        "clipped_share": float(np.mean(run.clipped)) if run.clipped else None,
         "dimension": sum(p.numel() for p in model.parameters()),
         "batch_size": packed.facts["batch_size"], "rows": len(packed.train["labels"]),
         "noise": "seeded; epsilon is that of the same run with secret noise",
@@ -364,11 +268,8 @@ def seconds_per_step(run: Any, device: str) -> float:
     return min(seconds[1:])
 
 
-def items(
-    file: Path, device: str, dry_run: bool, rate_factor: float = 1.0, seed: int = 1
-) -> Iterator[Item]:
-    """The start's accuracy, then one run for each epsilon and arm, its rate times a factor."""
-    named = "" if rate_factor == 1.0 else f"-rate-x{rate_factor:g}"
+def items(file: Path, device: str, dry_run: bool, seed: int = 1) -> Iterator[Item]:
+    """The start's accuracy, then one run for each epsilon and arm."""
 
     @functools.lru_cache(maxsize=1)
     def packed() -> Packed:
@@ -381,11 +282,10 @@ def items(
 
     yield Item("start", 1 if dry_run else 15, start)
     for epsilon in EPSILONS:
-        for name, given in ARMS.items():
-            arm = replace(given, learning_rate=given.learning_rate * rate_factor)
+        for name, arm in ARMS.items():
 
             def call(left: float, arm: Arm = arm, epsilon: float = epsilon) -> dict[str, Any]:
                 limit = min(left, 0.01) if dry_run else left
                 return train(packed(), arm, epsilon, seed, limit)
 
-            yield Item(f"{name}-eps{epsilon:g}{named}", 1 if dry_run else arm.seconds + 6, call)
+            yield Item(f"{name}-eps{epsilon:g}", 1 if dry_run else arm.seconds + 6, call)

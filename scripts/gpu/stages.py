@@ -17,15 +17,13 @@ STAGES = {
     "steps": "private step over its forward passes, peak memory, K = 1 and 16",
     "profile": "where one step of OPT-13B spends host and device: kernels, launches, Python, waits",
     "rest": "fixed cost, weight decay, float32, offload over PCIe, digests",
-    "sst2": "SST-2 with all parameters of MiniLM: DPZero against DP-AdamW; needs a packed file",
+    "sst2": "SST-2 with all parameters of MiniLM: DPZero, K = 1, 16, 64; needs a packed file",
 }
 UNASKED = [name for name in STAGES if name != "sst2"]
 """Stages of a run that names none."""
 
 
-def items_of(
-    stage: str, device: str, data: Path, dry_run: bool, rate_factor: float = 1.0
-) -> Iterator[Item]:
+def items_of(stage: str, device: str, data: Path, dry_run: bool) -> Iterator[Item]:
     """The items of a stage.
 
     Args:
@@ -33,14 +31,13 @@ def items_of(
       device: torch device.
       data: the packed file of `sst2`.
       dry_run: tiny sizes.
-      rate_factor: that learning rates of `sst2` are multiplied by.
     """
     if stage == "kernels":
         return device_tests.items(dry_run)
     if stage == "sst2":
         from scripts.gpu import sst2  # loads transformers
 
-        return sst2.items(data, device, dry_run, rate_factor)
+        return sst2.items(data, device, dry_run)
     kinds = {"passes": passes, "steps": steps, "profile": profile, "rest": rest}
     items: Iterator[Item] = kinds[stage].items(device, dry_run)
     return items

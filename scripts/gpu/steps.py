@@ -13,15 +13,11 @@ SECONDS = {"roberta-large": 10.0, "opt-1.3b": 8.0, "opt-6.7b": 20.0, "opt-13b": 
 """Shapes, and seconds that one is expected to take on an H100."""
 TINY = {"tiny": 1.0, "tiny-opt": 1.0}
 COMMON = {"dtype": "bfloat16", "batch_size": 8, "seq_length": 256, "skip_reference": True}
+_MANY = {"num_directions": 16, "repeats": 3, "memory": False}
 DIRECTIONS: dict[str, dict[str, Any]] = {
     "K=1": {"repeats": 7},
-    "K=16": {"num_directions": 16, "repeats": 3, "memory": False},
-    "K=16, forward": {
-        "num_directions": 16,
-        "differences": "forward",
-        "repeats": 3,
-        "memory": False,
-    },
+    "K=16": _MANY,
+    "K=16, forward": {**_MANY, "differences": "forward"},
 }
 """Private settings, Poisson batches in fixed shapes: settings of `StepBench` beside `COMMON`."""
 
@@ -53,3 +49,14 @@ def measure(settings: Mapping[str, Any], left: float = 0.0) -> dict[str, Any]:
     cuda = torch.device(settings["device"]).type == "cuda"
     bench = StepBench(**{**settings, "memory": cuda and settings.get("memory", True)})
     return {**run_step(bench), "settings": dataclasses.asdict(bench)}
+
+
+def made(settings: Mapping[str, Any]) -> tuple[Any, Any, int]:
+    """A step of `StepBench` settings, its bare forward passes, and how many passes round 0 has."""
+    from scripts.benchmarks.settings import StepBench
+    from scripts.benchmarks.timed_steps import Forwards, Step, build
+
+    bench = StepBench(**settings)
+    model, batches = build(bench)
+    step, forwards = Step(bench, model, batches), Forwards(bench, model, batches)
+    return step, forwards, 2 * len(batches(0))

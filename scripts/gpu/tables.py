@@ -1,4 +1,4 @@
-"""What was measured: tables on a terminal, and Markdown rows for docs/performance.md."""
+"""What was measured, as Markdown tables for docs/performance.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
             rows = [[i, *_figures(o)] for i, o in stages[stage].items()]
             yield title, ["", "figures; lists are in results.json"], rows
     if "sst2" in stages:
-        heads = ["run", "epsilon", "steps", "learning rate", "clipped", "seconds", "accuracy"]
+        heads = ["run", "epsilon", "steps", "learning rate", "seconds", "accuracy"]
         yield "SST-2", heads, [[i, *_run_cells(o)] for i, o in stages["sst2"].items()]
 
 
@@ -100,13 +100,12 @@ def _step_cells(outcome: Mapping[str, Any]) -> list[str]:
 
 
 def _run_cells(outcome: Mapping[str, Any]) -> list[str]:
-    if (cells := _unfinished(outcome, 6)) is not None:
+    if (cells := _unfinished(outcome, 5)) is not None:
         return cells
     r, accuracy = outcome["result"], f"{100 * outcome['result']['accuracy']:.1f} %"
     if "steps" not in r:
-        return ["", "", "", "", "", accuracy]
-    clipped = "" if r["clipped_share"] is None else f"{100 * r['clipped_share']:.0f} %"
-    how = [f"{r['epsilon']:g}", str(r["steps"]), f"{r['learning_rate']:g}", clipped]
+        return ["", "", "", "", accuracy]
+    how = [f"{r['epsilon']:g}", str(r["steps"]), f"{r['learning_rate']:g}"]
     return [*how, f"{r['train_seconds']:.0f}", accuracy]
 
 
@@ -121,21 +120,3 @@ def markdown(content: Mapping[str, Any]) -> str:
 def _markdown_rows(heads: Sequence[str], rows: Rows) -> list[str]:
     lines = [heads, ["---"] * len(heads), *rows]
     return ["| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines]
-
-
-def show(content: Mapping[str, Any]) -> None:
-    """Prints the tables on the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)
-    console.print(machine_line(content.get("machine", {})))
-    for title, heads, rows in tables(content):
-        table = Table(title=title)
-        for head in heads:
-            table.add_column(head)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)

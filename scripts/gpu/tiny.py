@@ -41,7 +41,7 @@ def pack_tiny(folder: Path) -> Path:
     made_up = {str(epsilon): {"2": 1.0, "4": 1.5} for epsilon in EPSILONS}
     facts = {
         "model": {"encoder": _ENCODER, "logit_scale": 10.0}, "delta": 1e-5, "batch_size": BATCH,
-        "noise": {"dpzero": made_up, "dp-adamw": made_up},
+        "noise": made_up,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path := folder / "tiny.safetensors", metadata={"facts": json.dumps(facts)})

@@ -141,8 +141,8 @@ def packed(tmp_path_factory) -> sst2.Packed:
     return sst2.Packed(tiny.pack_tiny(tmp_path_factory.mktemp("packed")), "cpu")
 
 
-def arm(method="dpzero", count=4, rate=0.05):
-    return sst2.Arm(method, count, rate, 1.0)
+def arm(count=4, rate=0.05):
+    return sst2.Arm(count, rate, 1.0)
 
 
 def test_rows_are_padded_so_that_a_mask_is_never_empty(packed):
@@ -169,38 +169,6 @@ def test_microbatches_have_few_shapes_whatever_is_drawn(packed):
     assert sorted(places) == list(range(sizes[0]))
 
 
-def test_per_example_gradients_are_those_of_autograd_and_the_sum_is_clipped(packed):
-    run = sst2.DPAdamWRun(packed, arm("dp-adamw"), noise_multiplier=0.0, seed=3, rows_at_once=3)
-    model = packed.model()
-    indices = run.batches.drawn(0)
-    assert len(indices) > 3
-    total, norms = None, []
-    for index in indices:
-        row = run.batches.of([index])
-        model.zero_grad()
-        logits = model(row["input_ids"], row["attention_mask"]).logits
-        torch.nn.functional.cross_entropy(logits, row["labels"]).backward()
-        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
-        norms.append(float(flat.norm()))
-        flat *= min(1.0, sst2.GRADIENT_CLIP / norms[-1])
-        total = flat if total is None else total + flat
-    run(0, 0.0)
-    released = torch.cat([p.grad.flatten() for p in run.model.parameters()])
-    torch.testing.assert_close(released, total / tiny.BATCH, atol=2e-5, rtol=1e-3)
-    assert run.clipped == [sum(n > sst2.GRADIENT_CLIP for n in norms) / len(norms)]
-
-
-@pytest.mark.parametrize("sigma", [1.0, 3.0])
-def test_the_noise_of_dp_adamw_has_the_stated_deviation(packed, sigma):
-    """sigma C / B in every coordinate: of some 3,000, within five standard errors of the deviation."""
-    runs = [sst2.DPAdamWRun(packed, arm("dp-adamw"), s, seed=3) for s in (0.0, sigma)]
-    for run in runs:
-        run(0, 0.0)
-    plain, noised = (torch.cat([p.grad.flatten() for p in r.model.parameters()]) for r in runs)
-    deviation = float((noised - plain).std()) / (sigma * sst2.GRADIENT_CLIP / tiny.BATCH)
-    assert abs(deviation - 1) < 5 / (2 * len(plain)) ** 0.5 < 0.1
-
-
 def test_dpzero_releases_within_its_clip_and_moves_the_weights(packed):
     noised = sst2.DPZeroRun(packed, arm(), noise_multiplier=0.7, seed=3).step.mechanism
     assert noised.noise_multiplier == 0.7 and noised.expected_batch_size == tiny.BATCH
@@ -217,15 +185,14 @@ def test_dpzero_releases_within_its_clip_and_moves_the_weights(packed):
     assert any(not torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 
-def test_both_methods_learn_what_the_first_token_says(packed):
-    """Without noise, at rates for this tiny model, whose start is at chance."""
+def test_it_learns_what_the_first_token_says(packed):
+    """Without noise, at a rate for this tiny model, whose start is at chance."""
     start = sst2.accuracy(packed.model(), packed.validation)
     assert 0.2 <= start <= 0.8
-    for one, steps_, rate in ((arm("dp-adamw"), 20, 0.02), (arm(count=16), 30, 1e-3)):
-        run = sst2.RUNS[one.method](packed, one, 0.0, 3)
-        for number in range(steps_):
-            run(number, rate)
-        assert sst2.accuracy(run.finish(), packed.validation) >= 0.9, one
+    run = sst2.DPZeroRun(packed, arm(count=16), 0.0, 3)
+    for number in range(30):
+        run(number, 1e-3)
+    assert sst2.accuracy(run.finish(), packed.validation) >= 0.9
 
 
 def test_the_number_of_steps_fits_the_time():
@@ -242,13 +209,15 @@ def data(tmp_path) -> Path:
     (tmp_path / "train.jsonl").write_text(
         "".join(json.dumps({"sentence": s, "label": y}) + "\n" for s, y in rows)
     )
-    (tmp_path / "validation.tsv").write_text('sentence\tlabel\nit was "good\t1\nbad\t0\n')
+    (tmp_path / "validation.jsonl").write_text(
+        "".join(json.dumps({"sentence": s, "label": y}) + "\n" for s, y in rows[:2])
+    )
     return tmp_path
 
 
 def test_a_packed_model_is_the_model(bert_checkpoint, data, monkeypatch):
-    """Less embeddings that no row needs, and rounded to float16; data from JSON lines and TSV."""
-    made_up = {m: {str(e): {"2": 1.0} for e in pack.EPSILONS} for m in ("dpzero", "dp-adamw")}
+    """Less embeddings that no row needs, and rounded to float16."""
+    made_up = {str(e): {"2": 1.0} for e in pack.EPSILONS}
     monkeypatch.setattr(pack, "noise_multipliers", lambda *_: made_up)
     file = data / "packed.safetensors"
     size = pack.pack(str(bert_checkpoint), data, file, batch_size=2, say=lambda line: None)
@@ -284,8 +253,8 @@ def test_a_file_that_is_too_large_and_a_folder_without_rows_are_refused(
     monkeypatch.setattr(pack, "LIMIT_MB", 1e-3)
     with pytest.raises(ValueError, match="more than 0.001"):
         pack.pack(str(bert_checkpoint), data, data / "packed.safetensors", say=lambda line: None)
-    with pytest.raises(OSError, match=r"no train.jsonl, train.tsv or train.parquet"):
-        pack.read_rows(tmp_path_factory.mktemp("empty"), "train")
+    with pytest.raises(OSError, match="train.jsonl"):
+        list(pack.read_rows(tmp_path_factory.mktemp("empty"), "train"))
 
 
 @pytest.mark.slow
@@ -295,10 +264,8 @@ def test_the_noise_is_what_the_plan_needs():
     from hf_dpzero.privacy.sampling import PoissonSampler
 
     noise = pack.noise_multipliers(1000, 50, 1e-5, (20,))
-    assert list(noise) == ["dpzero", "dp-adamw"]
     for epsilon in pack.EPSILONS:
-        sigma = noise["dpzero"][str(epsilon)]["20"]
-        assert noise["dp-adamw"][str(epsilon)]["20"] == pytest.approx(sigma, rel=1e-3)
+        sigma = noise[str(epsilon)]["20"]
         plan = PrivacyPlan(
             sampler=PoissonSampler(num_examples=1000, expected_batch_size=50.0),
             mechanism=ScalarMechanism(
@@ -340,9 +307,7 @@ def test_the_stages_cover_the_published_shapes():
     names = [i.name.split(",")[0] for i in steps.items("cuda", dry_run=False)]
     assert [*dict.fromkeys(names)] == ["roberta-large", "opt-1.3b", "opt-6.7b", "opt-13b"]
     runs = [i.name for i in sst2.items(Path("x"), "cuda", dry_run=False)]
-    assert len(runs) == 9 and {"dpzero-64-eps2", "dp-adamw-eps6"} < set(runs)
-    faster = list(sst2.items(Path("x"), "cuda", dry_run=False, rate_factor=3.0))
-    assert {"start", "dpzero-64-eps2-rate-x3"} < {i.name for i in faster}
+    assert len(runs) == 7 and {"start", "dpzero-64-eps2"} < set(runs)
     measured = (stages.items_of(s, "cuda", Path("x"), False) for s in stages.UNASKED)
     assert sum(i.expects_s for items in measured for i in items) < command.BUDGET_S
 
@@ -365,7 +330,7 @@ def test_a_dry_run_of_what_is_measured(tmp_path, capsys):
     assert command.main([*words, "--stages", *measured]) == 0
     kept = json.loads((tmp_path / "results.json").read_text())
     assert {o["status"] for s in kept["stages"].values() for o in s.values()} == {OK}
-    assert set(kept["stages"]) == measured and len(kept["stages"]["sst2"]) == 9
+    assert set(kept["stages"]) == measured and len(kept["stages"]["sst2"]) == 7
     assert {"tiny, K=1", "tiny-opt, K=16"} < set(kept["stages"]["steps"])
     assert kept["stages"]["sst2"]["dpzero-1-eps2"]["result"]["noise_multiplier"] == 1.0
     assert "rows a pass" in capsys.readouterr().out
