@@ -16,6 +16,7 @@ from hf_dpzero.federated.plan import SMALLEST_CLIP
 from hf_dpzero.federated.run import InProcess, Rounds, ServerRun, learning_rates
 from hf_dpzero.federated.server import RoundServer
 from hf_dpzero.federated.setup import CLIENTS, Settings, Side
+from hf_dpzero.tasks.description import DataArguments
 
 NAMES = ["client-000", "client-001", "client-002"]
 
@@ -46,7 +47,7 @@ def side(
     recipe_args.expected_batch_size = settings.get("expected_batch_size", 12)
     recipe_args.clip_left_out = left_out
     chosen = Settings(recipe="none", clients=clients, rounds=rounds, **own)
-    recipe: Any = SimpleNamespace(training=recipe_args, to_yaml=lambda: "")
+    recipe: Any = SimpleNamespace(training=recipe_args, data=DataArguments(), to_yaml=lambda: "")
     return Side(chosen, recipe, Replica(trainer))
 
 

@@ -127,12 +127,22 @@ def run_federate(arguments: Federate) -> None:
     engine = arguments.engine
     if engine not in ENGINES:
         raise ValueError(f"--engine {engine}: use one of {', '.join(ENGINES)}.")
-    recipe = arguments.recipe
+    recipe, files = arguments.recipe, arguments.client_files or []
+    given = 2 if arguments.clients is None else arguments.clients
+    if files and (arguments.partition or arguments.clients not in (None, len(files))):
+        raise ValueError(
+            f"--client_files names {len(files)} files, one for each client: leave --clients and "
+            "--partition out."
+        )
+    if twice := [file for file in files if files.count(file) > 1]:
+        raise ValueError(f"--client_files {twice[0]}: each file is one client's; name it once.")
+    rows = ("--train_file", os.pathsep.join(map(os.path.abspath, files))) if files else ()
     settings = Settings(
         # A client's process may start in another folder.
         recipe=os.path.abspath(recipe) if os.path.exists(recipe) else recipe,
-        overrides=tuple(arguments.overrides),
-        clients=arguments.clients,
+        overrides=(*arguments.overrides, *rows),
+        clients=len(files) or given,
+        partition=arguments.partition,
         rounds=arguments.rounds,
         participation=arguments.participation,  # type: ignore[arg-type] # checked by local_plan
     )

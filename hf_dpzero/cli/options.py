@@ -160,7 +160,14 @@ class Federate(Options):
     """Train one recipe on clients with their own rows and their own local noise."""
 
     recipe: str = _option(f"{_RECIPE}; its batch is all clients' together", positional=True)
-    clients: int = _option("n; each gets every n-th row", 2)
+    clients: int | None = _option("n, default 2; each gets every n-th row")
+    client_files: list[str] | None = _option(
+        "a file of rows for each client, in place of train_file", nargs="+"
+    )
+    partition: str | None = _option(
+        "deal rows by label with flwr-datasets: dirichlet:ALPHA, or pathological:CLASSES; for studies "
+        "on public rows, since the clients' numbers of rows are reported"
+    )
     rounds: int | None = _option("R; default the recipe's max_steps")
     participation: str = _option(
         "sampled (default): each round draws a client's rows anew; once: each row takes part in one "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNois
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.run_folder.folder import ledger_header
+from hf_dpzero.tasks.rows import files_of, read_alike
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +67,13 @@ class Settings:
       recipe: YAML file or name of a shipped recipe; its expected_batch_size is that of all clients
         together.
       overrides: of the recipe's fields.
-      clients: n, shards of the recipe's rows.
+      clients: n, shards of the recipe's rows; each a file where `train_file` names several.
       rounds: R, which takes the place of max_steps.
       participation: see `plan`.
       sampling_probability: q; None for the recipe's expected_batch_size over its rows.
       own_rows: the recipe's rows on this machine are this client's alone, and not to be sharded.
       max_epsilon: of all runs that the client serves together; None for the recipe's target_epsilon.
+      partition: "dirichlet:0.3" or the like (`partitioned`); None deals every n-th row.
     """
 
     recipe: str
@@ -81,6 +84,7 @@ class Settings:
     sampling_probability: float | None = None
     own_rows: bool = False
     max_epsilon: float | None = None
+    partition: str | None = None
 
     def load(self, output_dir: str | Path) -> Recipe:
         """Loads the recipe, R in it, and checks it.
@@ -145,6 +149,47 @@ def check_folder(folder: Path, clients: int, *, resume: bool) -> None:
                 f"{folder} is of {before} clients, and clients={clients}: rows that change between "
                 "clients would be charged in part only. Resume with the number that it was started with."
             )
+
+
+PARTITIONERS = {
+    "dirichlet": ("DirichletPartitioner", "alpha", float),
+    "pathological": ("PathologicalPartitioner", "num_classes_per_partition", int),
+}
+"""By name: Flower's class, and what the number behind the colon is of it."""
+
+
+def partitioned(labels: Sequence[int], clients: int, partition: str, seed: int) -> list[np.ndarray]:
+    """Returns each client's rows as `flwr_datasets` deals them by label, int64, increasing.
+
+    Their numbers follow from the labels, and reports name them: for studies on public rows.
+
+    Raises:
+      PlanError: another partition than one of `PARTITIONERS`, or one that Flower refuses.
+      ImportError: `flwr_datasets` is not installed.
+    """
+    name, _, number = partition.partition(":")
+    try:
+        kind, setting, read = PARTITIONERS[name]
+        value = read(number)
+    except (KeyError, ValueError):
+        known = ", ".join(f"{key}:{entry[1].upper()}" for key, entry in PARTITIONERS.items())
+        raise PlanError(f"partition={partition!r}: use one of {known}.") from None
+    try:
+        from flwr_datasets import partitioner
+    except ImportError:
+        raise ImportError(
+            "partitions need flwr-datasets: pip install 'hf-dpzero[federated-partitions]'."
+        ) from None
+    from datasets import Dataset
+
+    made = getattr(partitioner, kind)(
+        num_partitions=clients, partition_by="label", seed=seed, **{setting: value}
+    )
+    made.dataset = Dataset.from_dict({"label": labels, "row": range(len(labels))})
+    try:
+        return [np.sort(np.asarray(made.load_partition(i)["row"][:])) for i in range(clients)]
+    except ValueError as error:
+        raise PlanError(f"partition={partition!r}: {error}") from None
 
 
 @dataclass
@@ -233,7 +278,27 @@ class Side:
         """Returns the rows of a client among those on this machine."""
         if self.settings.own_rows:
             return np.arange(self.num_examples, dtype=np.int64)
+        if self._dealt is not None:
+            return self._dealt[client]
         return shard(self.num_examples, self.settings.clients, client)
+
+    @functools.cached_property
+    def _dealt(self) -> list[np.ndarray] | None:
+        """Each client's rows where they are not every n-th."""
+        settings, data = self.settings, self.recipe.data
+        files = files_of(data.train_file) if data.train_file else []
+        if len(files) > 1:
+            ends = np.cumsum([len(rows) for rows in read_alike(files)])
+            if ends[-1] != self.num_examples:
+                raise PlanError(
+                    f"the clients' files have {ends[-1]} rows, of which {self.num_examples} are left: "
+                    "leave max_train_samples and num_examples_per_class out."
+                )
+            return np.split(np.arange(self.num_examples), ends[:-1])
+        if settings.partition is None:
+            return None
+        labels = np.asarray(self.replica.run.dataset["labels"][:]).tolist()  # type: ignore[index]
+        return partitioned(labels, settings.clients, settings.partition, data.subset_seed)
 
     def plan_of(self, num_examples: int, sampling_probability: float) -> LocalPlan:
         """Returns the plan of a client with so many rows; calibrated once for each number."""

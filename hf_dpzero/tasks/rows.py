@@ -8,6 +8,7 @@ import dataclasses
 import filecmp
 import io
 import json
+import os
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -62,16 +63,46 @@ def _load_files(train: str | None, validation: str | None) -> datasets.DatasetDi
             f"{absent} is not set: give both train_file (private rows) and validation_file (rows that "
             "are public, or whose privacy is paid for elsewhere)."
         )
-    private, public = Path(train), Path(validation)
-    both = private.is_file() and public.is_file()
-    # Not shallow: a copy has another time, and files of one size and time may differ.
-    if both and filecmp.cmp(private, public, shallow=False):
-        raise ValueError(
-            f"validation_file={validation!r} is {'' if private.samefile(public) else 'a copy of '}the "
-            "train_file: metrics on the private rows would be published without noise. Evaluate on "
-            "rows that are public, or whose privacy is paid for elsewhere."
-        )
-    return datasets.DatasetDict(train=read_rows(private), validation=read_rows(public))
+    public = Path(validation)
+    for private in (files := files_of(train)):
+        both = private.is_file() and public.is_file()
+        # Not shallow: a copy has another time, and files of one size and time may differ.
+        if both and filecmp.cmp(private, public, shallow=False):
+            raise ValueError(
+                f"validation_file={validation!r} is "
+                f"{'' if private.samefile(public) else 'a copy of '}the train_file: metrics on the "
+                "private rows would be published without noise. Evaluate on rows that are public, or "
+                "whose privacy is paid for elsewhere."
+            )
+    rows = datasets.concatenate_datasets(read_alike(files))
+    return datasets.DatasetDict(train=rows, validation=read_rows(public))
+
+
+def files_of(train_file: str) -> list[Path]:
+    """The files of `train_file`: one, or a federation's, with the system's `os.pathsep` between them."""
+    whole = Path(train_file)
+    return [whole] if whole.exists() else list(map(Path, train_file.split(os.pathsep)))
+
+
+def read_alike(files: Sequence[Path]) -> list[datasets.Dataset]:
+    """Reads files whose columns agree.
+
+    Raises:
+      ValueError: one whose columns, or their types, are others than the first one's; or see `read_rows`.
+    """
+    parts = [read_rows(file) for file in files]
+
+    def kinds(rows: datasets.Dataset) -> str:
+        named = sorted((name, getattr(kind, "dtype", kind)) for name, kind in rows.features.items())
+        return ", ".join(f"{name} ({kind})" for name, kind in named)
+
+    for file, rows in zip(files, parts, strict=True):
+        if kinds(rows) != kinds(parts[0]):
+            raise ValueError(
+                f"{file} has the columns {kinds(rows)}, and {files[0]} has {kinds(parts[0])}: give all "
+                "files the same names and kinds of values."
+            )
+    return [parts[0], *(rows.select_columns(parts[0].column_names) for rows in parts[1:])]
 
 
 def read_rows(path: Path) -> datasets.Dataset:

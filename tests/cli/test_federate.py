@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from tiny_language_models import save_encoder
 
 from hf_dpzero.cli import main
-from hf_dpzero.federated.setup import Side
+from hf_dpzero.federated.plan import PlanError
+from hf_dpzero.federated.setup import PARTITIONERS, Settings, Side, partitioned
 from hf_dpzero.ledger.trajectory import Trajectory
 
 
@@ -85,14 +89,97 @@ def test_a_recipe_of_init_runs_as_it_is(recipe, tmp_path, caplog):
         (["--clients", "61", "--engine", "in_process"], "1 of them would be empty"),
         (["--engine", "carrier_pigeon"], "use one of flower, in_process"),
         (["--clients", "0"], "clients=0"),
+        (["--client_files", "a.csv", "b.csv", "--clients", "3"], "names 2 files"),
+        (["--client_files", "a.csv", "a.csv"], "each file is one client's"),
+        (["--client_files", "north.csv", "empty.csv"], "empty.csv has no rows"),
+        (["--client_files", "north.csv", "other.csv"], "other.csv has the columns body (large"),
+        (["--client_files", "north.csv", "typed.csv"], "label (int64), text (large"),
+        (
+            ["--partition", "dirichlet", "--engine", "in_process"],
+            "use one of dirichlet:ALPHA, path",
+        ),
         (["--participation", "once", "--engine", "in_process"], "replace_one"),
         (["--clipping", "adaptive"], "clipping='adaptive'"),
         (["--method", "mezo"], "method"),
     ],
 )
 def test_what_cannot_run_is_refused(recipe, capsys, words, why):
+    if "--client_files" in words:
+        of_files(recipe, empty=("text,label", 0), other=("body,label", 4), typed=("text,label", 4))
+        typed = Path("typed.csv").read_text()
+        Path("typed.csv").write_text(typed.replace("no", "0").replace("yes", "1"))
     assert run(recipe, *words) == 2
     assert why in capsys.readouterr().err
+
+
+def of_files(recipe: Path, **files: tuple[str, int]) -> None:
+    """Files of rows by name: header and number of rows; the recipe's own is north.csv."""
+    usual = {"north": ("text,label", 9), "public": ("text,label", 6)}
+    for name, (header, count) in (usual | files).items():
+        lines = [f"{name} text {i},{'yes' if i % 2 else 'no'}" for i in range(count)]
+        Path(f"{name}.csv").write_text("\n".join([header, *lines]) + "\n")
+    values = yaml.safe_load(recipe.read_text())
+    for name in ("max_train_samples", "max_eval_samples"):
+        del values[name]
+    values |= {"task": "text_classification", "label_column": "label", "text_column": "text"}
+    values |= {"train_file": "north.csv", "validation_file": "public.csv"}
+    recipe.write_text(yaml.safe_dump(values))
+
+
+def test_each_file_is_a_client(recipe, tmp_path, capsys):
+    of_files(recipe, south=("label,text", 7))
+    south = Path("south.csv")
+    lines = [line.split(",") for line in south.read_text().splitlines()[1:]]
+    south.write_text("\n".join(["label,text", *(f"{b},{a}" for a, b in lines)]) + "\n")
+    words = ("--client_files", "north.csv", "south.csv", "--engine", "in_process")
+    assert run(recipe, *words) == 0
+    report = check(tmp_path / "out-federated", 2, 3)
+    assert [row["num_examples"] for row in report["clients"]] == [9, 7]
+    assert run(recipe, *words, "--resume", "--client_files", "south.csv", "north.csv") == 2
+    assert "client-000 has 9 rows" in capsys.readouterr().err
+    settings = Settings(recipe=str(recipe), clients=2, rounds=3)
+    files = os.pathsep.join(("north.csv", "south.csv"))
+    made = Side.build(
+        dataclasses.replace(settings, overrides=("--train_file", files)), tmp_path / "b"
+    )
+    texts = [line.split(",")[0] for line in Path("north.csv").read_text().splitlines()[1:]]
+    assert made.rows_of(0).tolist() == list(range(len(texts))) and len(made.rows_of(1)) == 7
+    made.replica.close()
+    few = dataclasses.replace(
+        settings, overrides=("--train_file", files, "--max_train_samples", "9")
+    )
+    short = Side.build(few, tmp_path / "c")
+    with pytest.raises(PlanError, match="16 rows, of which 9 are left"):
+        short.rows_of(0)
+    short.replica.close()
+
+
+@pytest.mark.parametrize(
+    ("partition", "settings"),
+    [("dirichlet:0.3", {"alpha": 0.3}), ("pathological:1", {"num_classes_per_partition": 1})],
+)
+def test_flower_deals_rows_by_label(monkeypatch, partition, settings):
+    """Flower's partitioners, by a stand-in that notes what it was asked for."""
+    asked = []
+
+    class Partitioner:
+        def __init__(self, **given):
+            asked.append(given)
+
+        def load_partition(self, number):
+            return self.dataset.filter(lambda row: row["label"] == number)
+
+    name = next(iter(PARTITIONERS[partition.partition(":")[0]]))
+    monkeypatch.setitem(
+        sys.modules,
+        "flwr_datasets",
+        SimpleNamespace(partitioner=SimpleNamespace(**{name: Partitioner})),
+    )
+    dealt = partitioned([0, 1, 1, 0, 1], 2, partition, seed=5)
+    common = {"num_partitions": 2, "partition_by": "label", "seed": 5}
+    assert asked == [common | settings] and [rows.tolist() for rows in dealt] == [[0, 3], [1, 2, 4]]
+    with pytest.raises(PlanError, match="partition='shard:2': use one of dirichlet:ALPHA"):
+        partitioned([0, 1], 2, "shard:2", 0)
 
 
 @pytest.mark.slow
