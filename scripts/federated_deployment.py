@@ -27,24 +27,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-CONNECTION = "trial"
-
-
-# ------------------------------------------------------------------ keys and certificates
-
-
-def write_certificate(folder: Path) -> None:
-    """The server's key and certificate, which signs itself and is the clients' root."""
-    names = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-    files = ("-keyout", str(folder / "server.key"), "-out", str(folder / "server.pem"))
-    made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1")
-    subprocess.run([*made, *names, *files], check=True, capture_output=True)
-
-
-def write_key(path: Path) -> None:
-    """A client's key, and its public key beside it (PATH.pub)."""
-    words = ("-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(path))
-    subprocess.run(["ssh-keygen", *words], check=True, capture_output=True)
+CONNECTION, HOSTS = "trial", ("localhost", "127.0.0.1")
 
 
 # ------------------------------------------------------------------ processes
@@ -88,18 +71,22 @@ class Deployment:
         return done.stdout
 
     def prepare(self) -> None:
-        write_certificate(self.folder)
+        from hf_dpzero.federated import certificates
+
+        names = [f"client{i}" for i in range(self.settings.clients)]
+        certificates.make(self.folder, HOSTS, names, days=1)
         (self.folder / "flwr").mkdir()
         (self.folder / "flwr" / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n[superlink.{CONNECTION}]\n'
             f'address = "127.0.0.1:{self.settings.port}"\n'
-            f'root-certificates = "{self.folder / "server.pem"}"\n'
+            f'root-certificates = "{self.folder / "ca.pem"}"\n'
         )
-        for i in range(self.settings.clients):
-            write_key(self.folder / f"client{i}")
 
     def start_server(self) -> None:
-        files = {"ca-certfile": "server.pem", "certfile": "server.pem", "keyfile": "server.key"}
+        from hf_dpzero.federated import certificates
+
+        certificates.check(self.folder, HOSTS[-1])
+        files = {"ca-certfile": "ca.pem", "certfile": "server.pem", "keyfile": "server.key"}
         tls = [w for k, v in files.items() for w in (f"--ssl-{k}", str(self.folder / v))]
         self.start(
             "superlink",
@@ -126,7 +113,7 @@ class Deployment:
         self.start(
             f"client{i}",
             *("flower-supernode", "--superlink", f"127.0.0.1:{s.port}"),
-            *("--root-certificates", str(self.folder / "server.pem")),
+            *("--root-certificates", str(self.folder / "ca.pem")),
             *("--auth-supernode-private-key", key),
             *("--auth-supernode-public-key", f"{key}.pub"),
             *("--port", str(s.port + 1 + i), "--node-config", config),

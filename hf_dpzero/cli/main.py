@@ -1,4 +1,4 @@
-"""`hf-dpzero`: train, evaluate, plan, replay, push, sweep, compare, federate, recipes, init.
+"""`hf-dpzero`: train, evaluate, plan, replay, push, sweep, compare, federate and more: `--help`.
 
 This module only parses words and dispatches; each command's work is in a module of `hf_dpzero.cli`,
 imported when it runs, so that `--help` is instant.
@@ -26,7 +26,7 @@ from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Push
 MODULES = {
     "train": "train", "evaluate": "train", "plan": "plan", "replay": "release", "push": "release",
     "compare": "many_runs", "sweep": "many_runs", "federate": "many_runs", "recipes": "start",
-    "init": "start",
+    "init": "start", "certificates": "start",
 }  # fmt: skip
 """Command -> the module that holds its `run_COMMAND`."""
 
@@ -68,7 +68,7 @@ def _dispatch(words: list[str]) -> None:
     values = vars(parsed)
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
-    if overrides and command in ("push", "recipes", "init"):
+    if overrides and command in ("push", "recipes", "init", "certificates"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     module = importlib.import_module(f"hf_dpzero.cli.{MODULES[command]}")
     getattr(module, f"run_{command}")(arguments)

@@ -185,7 +185,30 @@ class Federate(Options):
     actors: int = _option("processes that the simulated clients share", 1)
 
 
+@dataclass(kw_only=True)
+class Certificates(Options):
+    """Make the certificate and keys of a federation's server, and a key for each client."""
+
+    folder: str = _option("where they are written, or with --check read", positional=True)
+    host: list[str] = _option("names or addresses of the server", nargs="+", required=True)
+    clients: list[str] | None = _option("a name for each client", nargs="+")
+    days: int = _option("how long the certificate holds", 365)
+    check: bool = _option("only say whether the certificate there still holds for the host", False)
+
+
 COMMANDS: dict[str, type[Options]] = {
     options.__name__.lower(): options
-    for options in (Train, Evaluate, Plan, Replay, Push, Sweep, Compare, Federate, Recipes, Init)
+    for options in (
+        Train,
+        Evaluate,
+        Plan,
+        Replay,
+        Push,
+        Sweep,
+        Compare,
+        Federate,
+        Certificates,
+        Recipes,
+        Init,
+    )
 }

@@ -1,11 +1,13 @@
-"""`hf-dpzero recipes` lists what comes with the package; `hf-dpzero init` starts from a user's file."""
+"""`hf-dpzero recipes` lists what comes with the package; `init` starts from a user's file, and
+`certificates` a federation's server.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from hf_dpzero.cli.options import Init, Recipes
+from hf_dpzero.cli.options import Certificates, Init, Recipes
 
 _COLUMNS = ("recipe", "task", "model", "method", "privacy", "paper")
 
@@ -72,6 +74,18 @@ def run_init(arguments: Init) -> None:
     if public is None:
         print(f"next: write public rows to evaluate on into {starter.public_file}")
     print(f"then: {'python' if arguments.script else 'hf-dpzero train'} {target}")
+
+
+def run_certificates(arguments: Certificates) -> None:
+    """Writes them, or with --check says until when they hold."""
+    from hf_dpzero.federated import certificates
+
+    folder, hosts = Path(arguments.folder), arguments.host
+    if not arguments.check:
+        made = certificates.make(folder, hosts, arguments.clients or [], arguments.days)
+        print(f"written, for your eyes alone: {', '.join(map(str, made))}")
+    for host in hosts:
+        print(certificates.check(folder, host))
 
 
 def _check_new(path: Path) -> None:

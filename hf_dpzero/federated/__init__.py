@@ -13,6 +13,7 @@ a SuperLink and SuperNodes, and no other file imports it. Start at `run.Rounds`.
 | `client`, `server`, `run` | what each side does in a round, and in which order |
 | `messages`, `flower` | which bytes are sent, and what carries them |
 | `report` | what it cost each client |
+| `certificates` | keys of a deployment, for Flower |
 """
 
 import re
