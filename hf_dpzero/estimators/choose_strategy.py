@@ -101,15 +101,9 @@ def choose_strategy(
 
 
 def unmeasured(differences: FiniteDifferences, device: str, num_directions: int) -> list[str]:
-    """Says which choices rest on a CPU's measurements or an estimate where a GPU computes.
+    """Says in a line which choices rest on a CPU's measurements or an estimate where a GPU computes.
 
-    Args:
-      differences: of the run to come, its strategy chosen.
-      device: type of the torch device that computes.
-      num_directions: K of the steps to come.
-
-    Returns:
-      One line for a log; [] on a CPU, or where all was measured (bfloat16 on an H100).
+    [] where all was measured: on a CPU (type of `device`), and in bfloat16 on an H100.
     """
     visits, automatic = differences.visits, differences.chosen_automatically
     stacks = automatic and small_enough(differences.space, num_directions)
