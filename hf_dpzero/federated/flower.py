@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.federated import NAME
-from hf_dpzero.ledger.log_file import write_for_owner
+from hf_dpzero.ledger.log_file import locked, write_for_owner
 
 # before the first import of flwr or ray, which read them once
 for _name, _value in (
@@ -460,4 +460,6 @@ def simulate(
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
-    serve(Path(sys.argv[1]), sys.stdin.read())
+    # one for a folder: two at once could each admit a run that both together may not
+    with locked(Path(sys.argv[1]) / LOG_NAME):
+        serve(Path(sys.argv[1]), sys.stdin.read())

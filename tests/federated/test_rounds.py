@@ -363,6 +363,7 @@ def test_a_client_with_another_base_or_plan_does_not_join(tmp_path):
             "rounds": {"rounds": 7},
             "num_directions": {"num_directions": 4},
             "smoothing": {"smoothing": 2e-3},
+            "differences": {"differences": "forward"},
         }.items()
     ):
         other = side(tmp_path / str(i), **settings)
