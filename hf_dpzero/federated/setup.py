@@ -437,7 +437,7 @@ class Side:
             self._check_same_shards(folder)
             header, _ = split_header(ledger.read_bytes(), ledger)
             contract["direction_key"] = header["direction_key"]
-            contract["median_norm"], clip = header["median_norm"], header["federated"]["clip"]
+            contract["median_norm"], clip = header.get("median_norm"), header["federated"]["clip"]
         else:
             self.replica.follow(contract)
             contract["median_norm"], clip = self._measured()
