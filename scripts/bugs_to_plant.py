@@ -126,14 +126,16 @@ BUGS = (
         "The ledger's file is written after the update, so that a crash loses a paid step.",
         "hf_dpzero/training/zeroth_order_step.py",
         "tests/training/test_trainer.py::test_a_step_that_cannot_be_written_down_changes_nothing",
-        "release = self._release(step, rate, mechanism, released)\n"
-        "        apply_release(self.space, self.trajectory, release, defer=self.defer)",
+        "release = self._release(step, rate, mechanism, released, wait=not late)\n"
+        "        if late:",
         "log, path = self.trajectory, self.trajectory.path\n"
         "        log.path = None\n"
-        "        release = self._release(step, rate, mechanism, released)\n"
+        "        release = self._release(step, rate, mechanism, released, wait=not late)\n"
         "        apply_release(self.space, log, release, defer=self.defer)\n"
         "        log.path = path\n"
-        "        log.append(log.releases.pop())"),
+        "        log.append(log.releases.pop())\n"
+        "        return x\n"
+        "        if late:"),
     Bug("checkpoint_unsettled",
         "A checkpoint's weights are saved while an update is still to be made.",
         "hf_dpzero/training/publishing.py",
@@ -292,8 +294,8 @@ BUGS = (
         "A record is handed to the operating system but not forced onto the disk.",
         "hf_dpzero/ledger/log_file.py",
         "tests/ledger/test_trajectory.py::test_append_is_on_disk_before_it_returns",
-        "            flush(file)\n        except BaseException:",
-        "            file.flush()\n        except BaseException:"),
+        "            flush(file)\n        file.close()",
+        "            file.flush()\n        file.close()"),
     Bug("torn_record_stays",
         "Half a record that a crash left stays in the ledger, in front of the next one.",
         "hf_dpzero/ledger/trajectory.py",

@@ -136,7 +136,7 @@ class Witness(TrainerCallback):
         """Has noise, ledger and checkpoints tell before and after they do something."""
         append, save = Trajectory.append, checkpoints.save_checkpoint
 
-        def appended(log: Trajectory, release: Any) -> None:
+        def appended(log: Trajectory, release: Any, wait: bool = True) -> None:
             append(log, release)  # first: told is told only of what is on disk
             self.tell("paid", release.step, release.values)
 

@@ -7,7 +7,8 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,19 +76,42 @@ def write_for_owner(path: Path, text: str) -> None:
     write_atomically(path, text, mode=0o600)
 
 
-def append_whole(path: Path, record: bytes) -> None:
-    """Appends to a file and syncs it; if that fails (OSError), the file is left as it was."""
+def append_whole(path: Path, record: bytes, wait: bool = True) -> Callable[[], object]:
+    """Appends to a file and syncs it; if either fails (OSError), the file is left as it was.
+
+    Without `wait` a thread syncs, and what is returned waits for that and raises its error.
+    """
     # Without a buffer, which would be written again when the file is closed.
-    with open(path, "r+b", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            while record:
-                record = record[file.write(record) :]
+    file = open(path, "r+b", buffering=0)  # noqa: SIM115
+    size = file.seek(0, os.SEEK_END)
+
+    def sync() -> None:
+        with _whole_or_not(file, size):
             flush(file)
-        except BaseException:
-            # Half a record would stand before the next one, or claim a release that was not made.
-            os.ftruncate(file.fileno(), size)
-            raise
+        file.close()
+
+    with _whole_or_not(file, size):
+        while record:
+            record = record[file.write(record) :]
+        if not wait:
+            # A new thread has begun when `submit` returns; an idle one would wait for the interpreter.
+            pool = ThreadPoolExecutor(1)
+            synced = pool.submit(sync)
+            pool.shutdown(wait=False)
+            return synced.result
+    sync()
+    return lambda: None
+
+
+@contextlib.contextmanager
+def _whole_or_not(file: IO[bytes], size: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        # Half a record would stand before the next one, or claim a release that was not made.
+        os.ftruncate(file.fileno(), size)
+        file.close()
+        raise
 
 
 def never_written(raw: bytes, start: int) -> bool:

@@ -151,7 +151,7 @@ def terms_of(trajectory: Trajectory, step: int) -> list[Term]:
     Raises:
       LedgerError: the step was not released, or no rule of that name is known.
     """
-    if trajectory.get(step) is None:
+    if not 0 <= step < len(trajectory.appended):
         raise LedgerError(
             f"step {step} has no update: the last release is of {trajectory.next_step - 1}."
         )
@@ -159,7 +159,7 @@ def terms_of(trajectory: Trajectory, step: int) -> list[Term]:
         rule = UpdateRule(**trajectory.header["update_rule"])
     except (TypeError, ValueError) as error:
         raise LedgerError(f"the header's {error}") from None
-    return update_terms(rule, trajectory.num_directions, trajectory.releases, step)
+    return update_terms(rule, trajectory.num_directions, trajectory.appended, step)
 
 
 def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterSpace:
@@ -209,6 +209,7 @@ def apply_release(
       release: of the step whose update is made.
       defer: as in `ParameterSpace.step_`.
     """
+    trajectory.wait()  # whoever sees the weights sees the release
     header, hold = trajectory.header, held_for(trajectory.header)
     key, decay = int(header["direction_key"], 16), release.learning_rate * header["weight_decay"]
     update: dict[Direction, float] = {}

@@ -6,21 +6,22 @@ base model gives the final weights bit for bit.
 
 On disk while running, `trajectory.ledger`: a line of JSON (the header), a line with its CRC-32 in hex,
 then fixed-size little-endian records (step u64, learning rate f64, N x f32 values, CRC-32 u32), each
-flushed to disk before the update that it pays for. For shipping, `trajectory.safetensors`: tensors
-`values` float32 [T, N], `steps` int64 [T], `learning_rates` float64 [T]; metadata `header` (JSON)
-and `crc32` (over header and tensors). N is the header's `num_values`: K, and one more where the clip
-adapts, after the K scalars of the update. The header's `update_rule` says what an update makes of the
-releases so far.
+flushed to disk before anyone sees the release or the update that it pays for. For shipping,
+`trajectory.safetensors`: tensors `values` float32 [T, N], `steps` int64 [T], `learning_rates` float64
+[T]; metadata `header` (JSON) and `crc32` (over header and tensors). N is the header's `num_values`: K,
+and one more where the clip adapts, after the K scalars of the update. The header's `update_rule` says
+what an update makes of the releases so far.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -64,8 +65,10 @@ class Release(NamedTuple):
 class Trajectory:
     """An append-only list of releases under a header, in memory and, if opened so, on disk.
 
-    Guarantee: a record that `append` accepted is on disk, whole, before it returns; steps follow each
-    other without gaps; values come back bit for bit; a changed byte is noticed by a checksum.
+    Guarantee: whoever reads a release here (`releases`, `get`, `next_step`, `digest`, the shipping form)
+    reads one that is on disk, whole: a sync that still runs is waited for, and what it fails to write is
+    taken back. Steps follow each other without gaps; values come back bit for bit; a changed byte is
+    noticed by a checksum.
 
     Args:
       header: see the attribute; format and version are added.
@@ -75,7 +78,8 @@ class Trajectory:
     Attributes:
       header: base model digest, direction key, distribution, K, values a record holds, smoothing, weight
         decay, trainable names, plan, update rule, versions; all public and JSON-safe.
-      releases: the records, steps strictly increasing.
+      releases: the records, steps strictly increasing; on disk.
+      appended: the same without waiting, for code that shows nothing of them before `wait`.
       shipped_step: so many releases made the weights that lie beside the file: those of an earlier step,
         where it evaluated best. None: all of them.
 
@@ -98,7 +102,8 @@ class Trajectory:
         self.path: Path | None = None
         self._lock: IO[bytes] | None = None
         self._size = 0
-        self.releases: list[Release] = []
+        self.appended: list[Release] = []
+        self._synced: Callable[[], object] = int  # waits for the last record
         for release in releases:
             self.append(release)
         self.path = path
@@ -228,9 +233,13 @@ class Trajectory:
 
     def close(self) -> None:
         """Releases the file to other processes; nothing can be appended here any more."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        try:
+            self.wait()
+        finally:
+            self._synced = int
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def digest(self, upto: int | None = None) -> str:
         """SHA-256 (hex) of the header and the records before step `upto`: ties a state to a log."""
@@ -238,6 +247,12 @@ class Trajectory:
         for release in self.releases[:upto]:
             digest.update(self._pack(release))
         return digest.hexdigest()
+
+    @property
+    def releases(self) -> list[Release]:
+        """What was released, from step 0 on; see the class."""
+        self.wait()
+        return self.appended
 
     @property
     def num_directions(self) -> int:
@@ -259,10 +274,11 @@ class Trajectory:
         """The release of `step`, or None."""
         return self.releases[step] if 0 <= step < len(self.releases) else None
 
-    def append(self, release: Release) -> None:
+    def append(self, release: Release, wait: bool = True) -> None:
         """Adds a record; on return it is on disk (flushed and synced).
 
-        If it cannot be written, whole, nothing is added, neither on disk nor here.
+        If it cannot be written, whole, nothing is added, neither on disk nor here. Without `wait` a
+        thread syncs it, and whoever reads the release waits.
 
         Raises:
           LedgerError: a step that is not after the last, a wrong number of values, values that
@@ -274,22 +290,43 @@ class Trajectory:
             if self._lock is None:
                 raise LedgerError(f"{self.path} was closed: open it again to continue it.")
             record = self._pack(release)
-            try:
+            with self._told(release.step):
                 # Somebody may have written to the file, or put another one in its place.
                 found, held = os.stat(self.path), os.fstat(self._lock.fileno())
                 if found.st_size != self._size or not os.path.samestat(found, held):
                     raise LedgerError(
                         f"{self.path} was changed by somebody else while this run was writing it."
                     )
-                append_whole(self.path, record)
-            except OSError as error:
-                raise LedgerWriteError(
-                    f"{self.path}: step {release.step} could not be written ({error.strerror}), so it "
-                    f"was not released; the {self.next_step} steps before it are. Make room, or bring "
-                    "the folder back as it was, then resume (resume_from_checkpoint=True)."
-                ) from error
+                self._synced = append_whole(self.path, record, wait)
             self._size += len(record)
-        self.releases.append(release)
+        self.appended.append(release)
+
+    def wait(self) -> None:
+        """Returns once all that was appended is on disk.
+
+        Raises:
+          LedgerWriteError: the last record could not be synced, and was taken back.
+        """
+        synced = self._synced
+        try:
+            with self._told(len(self.appended) - 1):
+                synced()
+        except LedgerWriteError:
+            if self._synced is synced:  # of several threads that wait, the first
+                self._synced = int
+                self._size -= len(self._pack(self.appended.pop()))
+            raise
+
+    @contextlib.contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LedgerWriteError(
+                f"{self.path}: step {step} could not be written ({error.strerror}), so it was not "
+                f"released; the {step} steps before it are. Make room, or bring the folder back as it "
+                "was, then resume (resume_from_checkpoint=True)."
+            ) from error
 
     def _refuse_misfit(self, release: Release) -> None:
         if release.step != self.next_step or len(release.values) != self.num_values:

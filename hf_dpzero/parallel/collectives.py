@@ -233,6 +233,7 @@ def release_on_all_ranks(
     step: int,
     learning_rate: float,
     values: Callable[[], tuple[float, ...]],
+    wait: bool = True,
 ) -> Release:
     """Appends a step's release to the ledger, on rank 0 before any other rank knows of it.
 
@@ -243,6 +244,7 @@ def release_on_all_ranks(
       step: its number.
       learning_rate: written beside the values.
       values: draws noise; called on rank 0 only.
+      wait: False lets a process that is alone return before the record is synced.
 
     Returns:
       The release, the same on all ranks.
@@ -253,13 +255,13 @@ def release_on_all_ranks(
 
     def written() -> tuple[float, ...]:
         drawn = values()
-        trajectory.append(Release(step, drawn, learning_rate))
+        trajectory.append(Release(step, drawn, learning_rate), wait=wait or active())
         return drawn
 
     told = numbers_of_main(written, trajectory.num_values)
     if not is_main():
         trajectory.append(Release(step, told, learning_rate))
-    return trajectory.releases[step]
+    return trajectory.appended[step]
 
 
 def shared(value: T) -> T:

@@ -96,6 +96,7 @@ class ParameterSpace(Coordinates):
         self._decay: WeightDecay | None = None  # that waits, with an update
         self._ages: dict[Direction, int] = {}  # of the update that waits
         self.position: Position = ()
+        self._late: Callable[[], object] | None = None
         self._failed = False
         self._written: Position = ()  # the position that `_sweeps` are of
         self._sweeps: dict[int, Sweep] = {}  # by segment
@@ -155,12 +156,12 @@ class ParameterSpace(Coordinates):
     def settled(self) -> bool:
         """Whether the tensors hold theta: no perturbation stands, no update waits."""
         waits = self.position or self._pending or self._decay is not None
-        return not waits and not self._failed
+        return not waits and not self._failed and self._late is None
 
     @property
     def waiting(self) -> bool:
         """Whether a deferred update is still to be made."""
-        return bool(self._pending)
+        return bool(self._pending) or self._late is not None
 
     @torch.no_grad()
     def move_to_(self, position: Position) -> None:
@@ -203,6 +204,10 @@ class ParameterSpace(Coordinates):
                 "a change of the parameters failed half-way, so they hold neither the old nor the new "
                 "values: load the model anew and resume from a checkpoint."
             )
+        if (late := self._late) is not None:
+            with interrupts_held_back():
+                self._late = None
+                late()
         self._sweeps.clear()  # grids may change
         if self.settled:
             self._follow_storage_()
@@ -406,6 +411,15 @@ class ParameterSpace(Coordinates):
             self._ages = dict(zip(directions, ages or (), strict=ages is not None))
         if not defer:
             self.settle_()
+
+    def leave_(self, update: Callable[[], object]) -> None:
+        """Leaves a deferred `step_` to the next `move_to_` or `settle_`, which call it first.
+
+        So nobody knows the update before the tensors are needed. Where it raises, there is none.
+        """
+        if self.waiting:
+            self.settle_()
+        self._late = update
 
     def _check_pairs(self, directions: Sequence[Direction], coefficients: Sequence[float]) -> None:
         if len({*directions}) != len(coefficients) or len(directions) != len(coefficients):

@@ -144,7 +144,7 @@ class PrivateStep:
     """What steps of both orders share: the mechanism of a step, its noise, and the ledger.
 
     Guarantee: what `_release` writes to the ledger is all that a step tells of its scalars, and it is
-    on disk before anything acts on it.
+    on disk before anything outside the step can act on it.
 
     Attributes:
       mechanism: the plan's: clipping norm, noise, expected batch size.
@@ -172,17 +172,18 @@ class PrivateStep:
         learning_rate: float,
         mechanism: Mechanism,
         released: Callable[[], tuple[float, ...]],
+        wait: bool = True,
     ) -> Release:
         """Writes down what `released` draws, and after it what groups' losses give."""
         weighting = self.weighting
         if weighting is None:
-            return release_on_all_ranks(self.trajectory, step, learning_rate, released)
+            return release_on_all_ranks(self.trajectory, step, learning_rate, released, wait)
         total = weighting.total(self.mesh.counts)
 
         def with_groups() -> tuple[float, ...]:
             return released() + weighting.end(total, mechanism, step)
 
-        return release_on_all_ranks(self.trajectory, step, learning_rate, with_groups)
+        return release_on_all_ranks(self.trajectory, step, learning_rate, with_groups, wait)
 
 
 def group_logs(weighting: GroupWeighting | None) -> dict[str, float]:

@@ -276,11 +276,12 @@ class SignalCallback(TrainerCallback):
     ) -> None:
         """Adds the step, and says what it shows."""
         trajectory = self.run.opened
-        release = trajectory.get(state.global_step - 1)
-        if release is None or not self._dimension:
+        released = trajectory.appended  # perhaps not on disk yet: `_say` waits
+        if len(released) < state.global_step or not self._dimension:
             return
+        release = released[state.global_step - 1]
         if self.run.plan.mechanism.replayable:
-            self.signal.follow(trajectory.releases)
+            self.signal.follow(released)
         update = self._update_norm(release)
         if not math.isfinite(update) or (self.run.args.first_order and not self._finite()):
             self._stop_not_finite(state, control)
@@ -288,7 +289,7 @@ class SignalCallback(TrainerCallback):
             self._say_large(state, release, update)
         # Updates along fresh random directions are nearly orthogonal to each other and to the weights.
         self._squares += update * update
-        replayed = trajectory.next_step > state.global_step  # was looked at when it was taken
+        replayed = len(released) > state.global_step  # was looked at when it was taken
         first_look = max(LEAST_STEPS, math.ceil(self.run.plan.steps / 4))
         if state.global_step == first_look and not replayed:
             self._look(state, control)
@@ -343,7 +344,7 @@ class SignalCallback(TrainerCallback):
         if "learning_rate" in self.run.chosen:
             final = ", with learning_rate_is_final=True" if self.run.rate_said else ""
             advice = f"It was chosen from the plan: give a smaller one{final}, or more max_steps."
-        _say(
+        self._say(
             state,
             f"step {release.step} moved the trained weights by about {update:.2g}, more than their own "
             f"norm: learning_rate={release.learning_rate:g} is far too large. {advice}",
@@ -352,7 +353,7 @@ class SignalCallback(TrainerCallback):
     def _stop_not_finite(self, state: TrainerState, control: TrainerControl) -> None:
         if not control.should_training_stop:
             text = "the weights or their update are no longer finite: lower learning_rate="
-            _say(state, f"{text}{self.run.args.learning_rate:g}. {self._stopped(state)}")
+            self._say(state, f"{text}{self.run.args.learning_rate:g}. {self._stopped(state)}")
         control.should_training_stop = True
 
     def _look(self, state: TrainerState, control: TrainerControl) -> None:
@@ -369,7 +370,12 @@ class SignalCallback(TrainerCallback):
         if self.run.args.on_no_signal == "stop":
             control.should_training_stop = True
             text = f"{text} on_no_signal='stop': {self._stopped(state)}"
-        _say(state, text)
+        self._say(state, text)
+
+    def _say(self, state: TrainerState, text: str) -> None:
+        self.run.opened.wait()
+        if state.is_world_process_zero:
+            logger.warning(text)
 
     def _stopped(self, state: TrainerState) -> str:
         run = self.run
@@ -397,8 +403,3 @@ def advice(args: DPZeroConfig) -> str:
         causes.append(f"raise smoothing={args.smoothing:g} if losses are rounded that coarsely")
     causes.append(f"lower learning_rate={args.learning_rate:g} if it broke the model")
     return f"What may help: {'; '.join(causes)}."
-
-
-def _say(state: TrainerState, text: str) -> None:
-    if state.is_world_process_zero:
-        logger.warning(text)

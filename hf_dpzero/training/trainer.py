@@ -375,8 +375,10 @@ class DPZeroMixin(PublishingTrainer):
         self._keys = None
         if run.ledger is None:
             return
-        run.ledger.close()
-        run.resources.close()  # settles the weights
+        try:
+            run.ledger.close()
+        finally:
+            run.resources.close()  # settles the weights
         if run.ledger.releases and self._trained_digest is None:
             # An error may be this process' alone; the others would not join to gather parts.
             alone = self.shards and sys.exc_info()[0] is not None

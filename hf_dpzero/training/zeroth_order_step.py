@@ -27,7 +27,7 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatc
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import Release
-from hf_dpzero.parallel.collectives import broadcast_, is_main
+from hf_dpzero.parallel.collectives import active, broadcast_, is_main
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.privacy.mechanisms import Mechanism, ScalarReleases, VectorMechanism
@@ -52,8 +52,15 @@ class ZerothOrderStep(PrivateStep):
       follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
         clip; then the rate stays with the clip of that step (see `settings.defaults`).
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
-        which is called before anything else reads them (`estimators.forward_passes`).
+        which is called before anything else reads them (`estimators.forward_passes`). A process that is
+        alone then syncs the ledger beside the sampling of the next batch.
     """
+
+    # Why the sync may run on after the step: all that the step leaves of the release lies in the
+    # trajectory, whose readers wait: logs, checkpoints, reports, the next step. The weights stand where
+    # the last pass left them, at a public perturbation, and whoever may see more (a forward pass, the
+    # next step's too, state_dict, a copy) settles them, which asks the trajectory for the release. Other
+    # processes, and callbacks that may read weights directly (`defer` is off), come after the sync.
 
     space: ParameterSpace
     differences: FiniteDifferences
@@ -114,9 +121,18 @@ class ZerothOrderStep(PrivateStep):
         if self.follow_clip:
             followed = mechanism if step <= self.follow_clip else self._held
             rate *= float((self.mechanism.clip / followed.clip) ** 2)
-        release = self._release(step, rate, mechanism, released)
-        apply_release(self.space, self.trajectory, release, defer=self.defer)
+        late = self.defer and not active()
+        release = self._release(step, rate, mechanism, released, wait=not late)
+        if late:
+            self.space.leave_(functools.partial(self._apply, step))
+        else:
+            apply_release(self.space, self.trajectory, release, defer=self.defer)
         return x
+
+    def _apply(self, step: int) -> None:
+        """Makes a step's update once its record is on disk; none for one that was taken back."""
+        if (release := self.trajectory.get(step)) is not None:
+            apply_release(self.space, self.trajectory, release, defer=True)
 
     @functools.cached_property
     def _held(self) -> Mechanism:

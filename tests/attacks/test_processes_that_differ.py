@@ -75,14 +75,14 @@ def outrun(folder: Path, rank: int) -> list[int]:
     """Releases in rank 0's file, on a slow disk, whenever another rank learns of one."""
     append, seen, ledger = Trajectory.append, [], folder / "outrun" / "trajectory.ledger"
 
-    def slow(self: Trajectory, release: Release) -> None:
+    def slow(self: Trajectory, release: Release, wait: bool = True) -> None:
         if rank:
             Trajectory.append = append  # reading a ledger appends too
             seen.append(len(Trajectory.load(ledger).releases))
             Trajectory.append = slow
         else:
             time.sleep(0.5)
-        append(self, release)
+        append(self, release, wait)
 
     Trajectory.append = slow  # type: ignore[method-assign]
     try:

@@ -45,7 +45,7 @@ def killed_after_a_step(folder: Path) -> None:
     def work() -> None:
         append = Trajectory.append
 
-        def dying(self: Trajectory, release: Any) -> None:
+        def dying(self: Trajectory, release: Any, wait: bool = True) -> None:
             append(self, release)
             die()
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertForSequenceClassification, TrainerCallback
+from transformers import BertForSequenceClassification, TrainerCallback, default_data_collator
 
 from hf_dpzero.estimators.forward_passes import SettleBeforeRead, all_known
+from hf_dpzero.ledger.log_file import LedgerWriteError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.perturbation.directions import Direction
@@ -182,6 +186,70 @@ def test_deferred_and_eager_training_end_in_the_same_weights(tmp_path):
         assert trainer.space.settled
         runs.append(weights(trainer.model))
     assert same(*runs)
+
+
+def test_nobody_sees_a_release_whose_sync_still_runs(tmp_path, monkeypatch):
+    """A slow disk: only the next batch is fetched meanwhile; losses, logs and checkpoints come after."""
+    from tiny_runs import build
+
+    sync, running, seen = os.fsync, list[int](), list[tuple[str, int]]()
+
+    def slow(descriptor: int) -> None:
+        running.append(descriptor)
+        time.sleep(0.05)
+        sync(descriptor)
+        running.pop()
+
+    def loss(model: nn.Module, inputs: Any) -> torch.Tensor:
+        seen.append(("loss", len(running)))
+        logits = model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        return nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+
+    def collator(rows: list[Any]) -> Any:
+        seen.append(("rows", len(running)))
+        return default_data_collator(rows)
+
+    class Watching(TrainerCallback):
+        def on_log(self, *given: Any, **named: Any) -> None:
+            seen.append(("log", len(running)))
+
+        on_save = on_evaluate = on_train_end = on_log
+
+    Watching.__module__ = "transformers"  # updates wait
+    trainer = build(
+        tmp_path,
+        **{"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 4},
+        trainer_settings={"compute_per_example_loss": loss, "callbacks": [Watching()]},
+    )
+    trainer.data_collator = collator
+    monkeypatch.setattr(os, "fsync", slow)
+    trainer.train()
+    assert trainer.step.defer and {what for what, _ in seen} == {"loss", "rows", "log"}
+    assert {what for what, syncs in seen if syncs} == {"rows"}
+
+
+def test_a_sync_that_fails_beside_a_deferring_run_takes_the_step_back(tmp_path, monkeypatch):
+    """The weights and the ledger are those of the steps before it."""
+    from tiny_runs import build, same, tiny_model, weights
+
+    sync, beside = os.fsync, list[int]()
+
+    def failing(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            beside.append(descriptor)
+        if len(beside) == 3:
+            raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    trainer = build(tmp_path)
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(LedgerWriteError, match="step 2 could not be written"):
+        trainer.train()
+    assert len(beside) == 3
+    log, rebuilt = Trajectory.load(tmp_path / "trajectory.ledger"), tiny_model()
+    assert log.releases == trainer.trajectory.releases and log.next_step == 2
+    replay(rebuilt, log)
+    assert same(weights(trainer.model), weights(rebuilt))
 
 
 def test_a_checkpoint_of_a_deferring_run_holds_theta(tmp_path):

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from whole_directions import direction_vector
 
 from hf_dpzero.ledger import log_file
 from hf_dpzero.ledger.digests import digest_model
-from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.log_file import LedgerError, LedgerWriteError
 from hf_dpzero.ledger.replay import (
     UpdateRule,
     apply_release,
@@ -157,6 +159,46 @@ def test_append_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pytest
         assert synced[-1] == path.stat().st_size
         assert Trajectory.load(path).releases == trajectory.releases
     assert len(synced) == 6  # the header and the folder, too
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_release_is_read_once_its_sync_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    """The sync is held up until another thread has asked for the release for a while, in vain."""
+    path, asked, read = tmp_path / "t.ledger", threading.Event(), list[object]()
+    trajectory = written(path, 2)
+    before = path.read_bytes()
+
+    def sync(descriptor: int) -> None:
+        asked.wait()
+        time.sleep(0.05)
+        assert not read
+        if fails:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", sync)
+
+    def reader() -> None:
+        asked.set()
+        try:
+            read.append(trajectory.get(2))
+        except LedgerWriteError as error:
+            read.append(str(error))
+
+    trajectory.append(release_at(2), wait=False)
+    assert trajectory.appended[2] == release_at(2)
+    thread = threading.Thread(target=reader)
+    thread.start()
+    thread.join()
+    monkeypatch.undo()
+    if fails:
+        assert "step 2 could not be written" in str(read[0])
+        assert path.read_bytes() == before and trajectory.next_step == 2
+        trajectory.append(release_at(2))
+    else:
+        assert read == [release_at(2)]
+    assert Trajectory.load(path).releases == [release_at(step) for step in range(3)]
 
 
 @pytest.mark.parametrize("lost", [1, 11, 27])

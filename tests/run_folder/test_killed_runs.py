@@ -75,7 +75,7 @@ def straight(tmp_path_factory: Any) -> Any:
 def _die_in_append(step: int, after: bool) -> None:
     append = Trajectory.append
 
-    def dying(self: Trajectory, release: Any) -> None:
+    def dying(self: Trajectory, release: Any, wait: bool = True) -> None:
         if after:
             append(self, release)
         if release.step == step:
@@ -87,12 +87,13 @@ def _die_in_append(step: int, after: bool) -> None:
 
 
 def _die_in_half_a_record(step: int) -> None:
-    def half(path: Path, record: bytes) -> None:
+    def half(path: Path, record: bytes, wait: bool = True) -> Any:
         steps = (len(path.read_bytes().split(b"\n", 2)[2])) // len(record)
         with open(path, "ab", buffering=0) as file:
             file.write(record if steps < step else record[: len(record) // 2])
         if steps == step:
             die()
+        return lambda: None
 
     trajectory.append_whole = half
 
@@ -288,10 +289,10 @@ def test_a_ledger_that_cannot_be_written_stops_the_run(tmp_path: Path, way: str)
 
         append = Trajectory.append
 
-        def late(self: Trajectory, release: Any) -> None:
+        def late(self: Trajectory, release: Any, wait: bool) -> None:
             if release.step == 1:
                 obstruct(self)
-            append(self, release)
+            append(self, release, wait)
 
         Trajectory.append = late  # type: ignore[method-assign]
         trainer = build(folder, **settings)
