@@ -313,7 +313,7 @@ BUGS = (
         "hf_dpzero/parallel/collectives.py",
         "tests/parallel/test_released_values.py::test_the_ledger_holds_a_release_when_others_hear_of_it",
         "        drawn = values()\n"
-        "        trajectory.append(Release(step, drawn, learning_rate))\n"
+        "        trajectory.append(Release(step, drawn, learning_rate), wait=wait or active())\n"
         "        return drawn\n\n"
         "    told = numbers_of_main(written, trajectory.num_values)\n"
         "    if not is_main():\n"
