@@ -1,61 +1,28 @@
-"""Forward passes on this device: if a row's place or neighbours move its logits, and what one costs."""
+"""Forward passes on this device: if a row's place or neighbours move its logits."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import statistics
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scripts.gpu.results import Item
 
-SHAPES = ("roberta-large", "opt-1.3b", "opt-6.7b")
-ROWS, WIDTHS, HIDDEN = (1, 2, 4, 8, 16, 32, 64), (64, 256), (64, 384, 1024)
+ROWS, WIDTHS, HIDDEN = (2, 4, 8, 16, 32, 64), (64, 256), (64, 384, 1024)
 ARCHITECTURES = ("bert", "roberta", "opt", "llama")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def items(device: str, dry_run: bool) -> Iterator[Item]:
-    """Rows of each architecture by place and neighbours, then seconds of a pass by rows and tokens."""
-    rows, widths, hidden = ((1, 4), (8,), (32,)) if dry_run else (ROWS, WIDTHS, HIDDEN)
+    """One for each architecture."""
+    rows, widths, hidden = ((2, 4), (8,), (32,)) if dry_run else (ROWS, WIDTHS, HIDDEN)
     for name in ARCHITECTURES:
-        sizes = [size for size in rows if size > 1]
-        yield Item(name, 6, functools.partial(other_bits, name, device, sizes, widths, hidden))
-    for shape in ("tiny",) if dry_run else SHAPES:
-        yield Item(shape, 6, functools.partial(seconds, shape, device, rows, widths))
-
-
-def seconds(
-    shape: str, device: str, rows: tuple[int, ...], widths: tuple[int, ...], left: float = 0.0
-) -> Mapping[str, Any]:
-    """Median seconds of five bfloat16 passes: "rows x tokens" -> seconds."""
-    import torch
-
-    from scripts.benchmarks.clock import synchronize
-    from scripts.benchmarks.settings import StepBench
-    from scripts.benchmarks.timed_steps import build
-
-    bench = StepBench(shape=shape, dtype="bfloat16", device=device, one_batch=True, seq_length=8)
-    model, found = build(bench)[0].eval(), {}
-    for width, count in itertools.product(widths, rows):
-        ids, mask = torch.full((2, count, width), 5, device=device)
-        mask[:, -1] = 0  # as in a run, where each pass has a masked column
-        taken = []
-        for _ in range(6):
-            synchronize(device)
-            began = time.perf_counter()
-            with torch.no_grad():
-                model(input_ids=ids, attention_mask=mask)
-            synchronize(device)
-            taken.append(time.perf_counter() - began)
-        found[f"{count} x {width}"] = statistics.median(taken[1:])
-    return {"seconds": found}
+        yield Item(name, 6, functools.partial(other_bits, name, device, rows, widths, hidden))
 
 
 def other_bits(
-    name: str, device: str, sizes: list[int], widths: tuple[int, ...], hidden: tuple[int, ...],
+    name: str, device: str, sizes: tuple[int, ...], widths: tuple[int, ...], hidden: tuple[int, ...],
     left: float = 0.0,
 ) -> Mapping[str, Any]:  # fmt: skip
     """How many passes give a row other logits in another place, or beside other rows.

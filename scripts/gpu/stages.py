@@ -13,7 +13,7 @@ from scripts.gpu.results import Item
 
 STAGES = {
     "kernels": "tests marked gpu: kernels and offload against plain torch, bit for bit",
-    "passes": "forward passes: rows in other places and beside other rows, and what one costs",
+    "passes": "forward passes: rows in other places and beside other rows",
     "steps": "private step over its forward passes, peak memory, K = 1 and 16",
     "profile": "where one step of OPT-13B spends host and device: kernels, launches, Python, waits",
     "rest": "fixed cost, weight decay, float32, offload over PCIe, digests",

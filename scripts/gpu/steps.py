@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,27 +15,17 @@ SECONDS = {"roberta-large": 10.0, "opt-1.3b": 8.0, "opt-6.7b": 20.0, "opt-13b": 
 """Shapes, and seconds that one is expected to take on an H100."""
 TINY = {"tiny": 1.0, "tiny-opt": 1.0}
 COMMON = {"dtype": "bfloat16", "batch_size": 8, "seq_length": 256, "skip_reference": True}
-_MANY = {"num_directions": 16, "repeats": 3, "memory": False}
-DIRECTIONS: dict[str, dict[str, Any]] = {
-    "K=1": {"repeats": 7},
-    "K=16": _MANY,
-    "K=16, forward": {**_MANY, "differences": "forward"},
-}
-"""Private settings, Poisson batches in fixed shapes: settings of `StepBench` beside `COMMON`."""
 
 
 def items(device: str, dry_run: bool) -> Iterator[Item]:
-    """One for each shape and K, small ones first; tiny ones in a dry run."""
-    from scripts.benchmarks.settings import StepBench
-
-    known = {field.name for field in dataclasses.fields(StepBench)}
+    """K = 1 and 16 for each shape, small ones first; tiny ones in a dry run."""
     for shape, seconds in (TINY if dry_run else SECONDS).items():
-        for name, own in DIRECTIONS.items():
-            if own.keys() <= known:
-                settings = {"shape": shape, "device": device, **COMMON, **own}
-                if dry_run:
-                    settings |= {"batch_size": 4, "seq_length": 8, "repeats": 1}
-                yield Item(f"{shape}, {name}", seconds, functools.partial(measure, settings))
+        settings = {"shape": shape, "device": device, **COMMON, "repeats": 7}
+        if dry_run:
+            settings |= {"batch_size": 4, "seq_length": 8, "repeats": 1}
+        yield Item(f"{shape}, K=1", seconds, functools.partial(measure, settings))
+        settings = {**settings, "num_directions": 16, "repeats": 1 if dry_run else 2}
+        yield Item(f"{shape}, K=16", 1.5 * seconds, functools.partial(many, settings))
 
 
 def measure(settings: Mapping[str, Any], left: float = 0.0) -> dict[str, Any]:
@@ -43,12 +35,37 @@ def measure(settings: Mapping[str, Any], left: float = 0.0) -> dict[str, Any]:
     """
     import torch
 
-    from scripts.benchmarks.command import run_step
+    from scripts.benchmarks.memory import measure_memory
     from scripts.benchmarks.settings import StepBench
+    from scripts.benchmarks.timing import measure_time
 
-    cuda = torch.device(settings["device"]).type == "cuda"
-    bench = StepBench(**{**settings, "memory": cuda and settings.get("memory", True)})
-    return {**run_step(bench), "settings": dataclasses.asdict(bench)}
+    bench = StepBench(**settings)
+    wanted = bench.memory and torch.device(bench.device).type == "cuda"
+    memory = measure_memory(bench) if wanted else {}
+    return {**measure_time(bench), **memory, "settings": dataclasses.asdict(bench)}
+
+
+def many(settings: Mapping[str, Any], left: float = 0.0) -> dict[str, Any]:
+    """2 K forwards, a step of K central differences and one of K forward differences, in turns."""
+    from scripts.benchmarks.clock import interleaved, quartiles
+
+    step, forwards, _ = made(settings)
+
+    def of(forward: bool, number: int) -> None:
+        step.differences.forward = forward
+        step(number)
+
+    calls = [forwards, functools.partial(of, False), functools.partial(of, True)]
+    bare, central, one_sided = interleaved(calls, settings["repeats"], settings["device"])
+    seconds = {"two_forwards": statistics.median(bare), "step": statistics.median(central)}
+    return {
+        "settings": dict(settings),
+        "strategy": step.differences.strategy,
+        "rows_per_pass": step.batches.rows_per_pass(),
+        "ratio_quartiles": quartiles([c / f for c, f in zip(central, bare, strict=True)]),
+        "ratio_to_central": statistics.median(map(operator.truediv, one_sided, central)),
+        "seconds": {**seconds, "forward_step": statistics.median(one_sided)},
+    }
 
 
 def made(settings: Mapping[str, Any]) -> tuple[Any, Any, int]:

@@ -31,7 +31,7 @@ def tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
     if "passes" in stages:
         heads = [
             "model",
-            "other bits by place and neighbours, of passes; or seconds by rows x tokens",
+            "passes, and how many give other bits by place and by neighbours",
         ]
         yield "Forward passes", heads, [[i, *_figures(o)] for i, o in stages["passes"].items()]
     if "steps" in stages:
@@ -90,10 +90,12 @@ def _step_cells(outcome: Mapping[str, Any]) -> list[str]:
     r = outcome["result"]
     s, peaks = r["settings"], r.get("peak_bytes", {})
     low, middle, high = r["ratio_quartiles"]
+    central = r.get("ratio_to_central")
+    one_sided = "" if central is None else f"; forward differences {central:.2f} of it"
     return [
         f"{s['batch_size']} x {s['seq_length']}",
         f"{r['strategy']}, {r['rows_per_pass']:.1f} rows a pass",
-        f"{middle:.2f} ({low:.2f} to {high:.2f})",
+        f"{middle:.2f} ({low:.2f} to {high:.2f})" + one_sided,
         f"{r['seconds']['two_forwards']:.3f}",
         *(f"{peaks[p] / GIB:.2f}" if p in peaks else "" for p in ("inference", "step")),
     ]
