@@ -401,8 +401,9 @@ class RoundedSegment(Segment):
     def _perturb(self, new: Sweep, update: Sweep | None) -> int:
         """settled += update, then the tensors = settled + new; the bytes read and written."""
         assert self.settled is not None
-        terms = new.terms, None if update is None else update.terms
-        return dispatch.perturb_rounded(self.flat, self.settled, self.offset, *terms, self.members)
+        return dispatch.perturb_rounded(
+            self.flat, self.settled, self.offset, new, update, self.members
+        )
 
     def _update(self, update: Sweep) -> None:
         """The tensors = settled (or they themselves) + update."""

@@ -21,8 +21,12 @@ from torch import Tensor
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.directions import DITHER_STEP, Direction
 from hf_dpzero.perturbation.kernels import dispatch, numba_kernels, torch_reference
-from hf_dpzero.perturbation.kernels.dispatch import Decay, Members, Terms
-from hf_dpzero.perturbation.kernels.torch_reference import half_precision, stochastically_rounded
+from hf_dpzero.perturbation.kernels.dispatch import Members, Sweep
+from hf_dpzero.perturbation.kernels.torch_reference import (
+    Decay,
+    half_precision,
+    stochastically_rounded,
+)
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -41,10 +45,17 @@ class Case(NamedTuple):
     decay: Decay | None = None
 
     def run(self, backend: Any, out: Tensor, source: Tensor, pieces: Any = None) -> Tensor:
-        name = {"signs": "add_signs", "normals": "add_normals"}.get(self.kind, "add_rounded")
-        arguments = (self.members, pieces, self.decay)
-        getattr(backend, name)(out, source, self.offset, *self.rest, *arguments)
+        added = self.sweep
+        function = backend.sweep if backend is dispatch else getattr(backend, added.name)
+        function(added, out, source, self.offset, self.members, pieces)
         return out
+
+    @property
+    def sweep(self) -> Sweep:
+        keys, *numbers = self.rest
+        if self.kind in ("signs", "normals"):
+            return Sweep(f"add_{self.kind}", keys, numbers, decay=self.decay)
+        return Sweep("add_rounded", keys, numbers[2:], tuple(numbers[:2]), self.decay)
 
     def decaying(self, after: int) -> Case:
         """The same with weight decay before that term (before all of them where sums are rounded)."""
@@ -136,17 +147,13 @@ def test_weight_decay_before_a_term(kind):
         for after in (0, 2):
             decayed = made.decaying(after)
             row = made.offset % 32
-            if row:  # torch's own dithers begin where the tensor does
-                shift = np.uint32(-row * DITHER_STEP % 2**32)
-                *rest, dithers = made.rest if kind != "signs" else (*made.rest, np.uint32(0))
-                whole = decayed._replace(
-                    source=torch.cat([made.source.new_zeros(row), made.source]), offset=0,
-                    rest=made.rest if kind == "signs" else (*rest, dithers + shift),
-                    decay=decayed.decay.shifted(shift),
-                )  # fmt: skip
-                expected = whole.of(torch_reference)[row:]
-            else:
-                expected = decayed.of(torch_reference)
+            # Torch's own dithers begin where the tensor does.
+            added = decayed.sweep.shifted(np.uint32(-row * DITHER_STEP % 2**32))
+            whole = torch.cat([made.source.new_zeros(row), made.source])
+            getattr(torch_reference, added.name)(
+                added, whole, whole.clone(), made.offset - row, made.members, None
+            )
+            expected = whole[row:]
             assert same_bits(decayed.of(dispatch), expected)
             in_place = made.source.clone()
             assert same_bits(decayed.run(dispatch, in_place, in_place), expected)
@@ -216,18 +223,15 @@ def threads():
 def both(kind: str, n: int, offset: int, terms: tuple[int, int], members: Members | None = None):
     """Settled values, and the terms of an update and of a perturbation by other directions."""
     made = [case(kind, n, offset, count, members, seed) for seed, count in enumerate(terms)]
-    update, new = (Terms(*one.rest) for one in made)
-    if terms == (2, 2):
-        update = update._replace(decay=made[0].decaying(0).decay)
-    return made[0].source, update, new
+    update = made[0].decaying(0) if terms == (2, 2) else made[0]
+    return made[0].source, update.sweep, made[1].sweep
 
 
-def in_two_sweeps(settled: Tensor, offset: int, update: Terms, new: Terms, members: Any):
+def in_two_sweeps(settled: Tensor, offset: int, update: Sweep, new: Sweep, members: Any):
     """What `perturb_rounded` leaves in (out, settled), in plain torch, one sum after the other."""
     moved, out = settled.clone(), torch.empty_like(settled)
-    *arguments, decay = update
-    torch_reference.add_rounded(moved, moved, offset, *arguments, members, None, decay)
-    torch_reference.add_rounded(out, moved, offset, *new[:4], members, None)
+    torch_reference.add_rounded(update, moved, moved, offset, members, None)
+    torch_reference.add_rounded(new, out, moved, offset, members, None)
     return out, moved
 
 
@@ -265,7 +269,7 @@ def test_perturbing_at_once_within_a_row_and_without_numba_takes_two_sweeps(kind
         settled, update, new = both(kind, 5000, offset, (1, 2))
         rows = torch.cat([settled.new_zeros(offset % 32), settled])
         whole = in_two_sweeps(rows, offset - offset % 32, *(
-            terms._replace(dithers=terms.dithers - np.uint32(offset % 32 * DITHER_STEP % 2**32))
+            terms.shifted(np.uint32(-(offset % 32) * DITHER_STEP % 2**32))
             for terms in (update, new)
         ), None)  # fmt: skip
         expected = [part[offset % 32 :] for part in whole]
@@ -495,7 +499,8 @@ def test_values_of_the_type_itself_never_move(dtype):
         rounded = half_precision(finite.float(), torch.full(finite.shape, d), dtype)
         assert same_bits(rounded, finite)
         out = torch.empty_like(finite)
-        dispatch.add_rounded(out, finite, 0, key, False, zero, np.array([d], np.uint32))
+        rest = (key, False, zero, np.array([d], np.uint32))
+        Case("rounded", finite, 0, rest, None).run(dispatch, out, finite)
         unsigned = lambda t: torch.where(t == 0, torch.zeros_like(t), t)  # noqa: E731  -0 + 0 = 0
         assert same_bits(unsigned(out), unsigned(finite))
 
@@ -508,7 +513,8 @@ def test_float16_saturates_instead_of_overflowing():
             assert rounded.tolist() == [65_504.0, -65_504.0]
         out, source = torch.empty(64).half(), torch.full((64,), 65_504.0).half()
         key, c = np.zeros((1, 4), np.uint32), np.array([value], np.float32)
-        dispatch.add_rounded(out, source, 0, key, False, c, np.array([0xFFFFFFFF], np.uint32))
+        rest = (key, False, c, np.array([0xFFFFFFFF], np.uint32))
+        Case("rounded", source, 0, rest, None).run(dispatch, out, source)
         raised = torch.from_numpy(torch_reference.coordinates(key[0], False, 0, 64)) > 0
         assert (out[raised] == 65_504.0).all()
         assert out.isfinite().all()

@@ -107,11 +107,7 @@ def sweep_of(kind: str, members: int, terms: int) -> Sweep:
     made = case(
         kind, 32 * members, 0, terms, Members.at([32 * m for m in range(members)], 32 * members)
     )
-    keys, *numbers = made.rest
-    decay = made.decaying(terms - 1).decay if terms > 1 else None
-    if kind in ("signs", "normals"):
-        return Sweep(f"add_{kind}", keys, numbers, decay=decay)
-    return Sweep("add_rounded", keys, numbers[2:], tuple(numbers[:2]), decay)
+    return (made.decaying(terms - 1) if terms > 1 else made).sweep
 
 
 @pytest.mark.parametrize(("kind", "terms"), [*((kind, 2) for kind in KINDS), ("signs", 1)])
@@ -129,9 +125,8 @@ def test_tensors_at_places_of_their_own_in_one_launch(device, kind, terms):
         kernels().add_each(sweep, Parts(written, theta, offsets, columns))
         for n, out in enumerate(written):
             expected = torch.empty_like(sources[n])
-            own = sweep.of(columns[n])
-            arguments = (own.keys, *own.shared, *own.numbers, None, None, own.decay)
-            getattr(torch_reference, sweep.name)(expected, sources[n], offsets[n], *arguments)
+            place = expected, sources[n], offsets[n], None, None
+            getattr(torch_reference, sweep.name)(sweep.of(columns[n]), *place)
             assert same_bits(out.cpu(), expected), n
 
 
@@ -206,12 +201,13 @@ def test_nothing_beside_the_tensor_is_written(device, dtype):
     buffer = torch.full((9000,), 7.0, dtype=dtype, device=device)
     part, keys, start = buffer[4000:4070], KEYS, np.zeros(1, np.uint32)
     one = np.ones((1, 1), np.float32)
-    if dtype == torch.float32:
-        kernels().add_signs(part, part, 4064, keys, 30 * one)
-        kernels().add_normals(part, part, 4064, keys, one, 0 * one, one, one[0], start[None])
-    else:
-        kernels().add_rounded(part, part, 4064, keys, True, one[0], start)
-        kernels().add_rounded(part, part, 4064, keys, False, 30 * one[0], start)
+    kinds = {
+        "signs": (30 * one,), "normals": (one, 0 * one, one, one[0], start[None]),
+    } if dtype == torch.float32 else {
+        "half normals": (True, one[0], start), "half signs": (False, 30 * one[0], start),
+    }  # fmt: skip
+    for kind, rest in kinds.items():
+        Case(kind, part, 4064, (keys, *rest), None).run(kernels(), part, part)
     assert (buffer[:4000] == 7).all() and (buffer[4070:] == 7).all()
     assert (part != 7).all()
 
@@ -245,11 +241,15 @@ def test_what_is_launched(device, monkeypatch):
         return recorder.launches.pop()
 
     keys = KEYS
+
+    def signs(theta: torch.Tensor, offset: int) -> Case:
+        return Case("signs", theta, offset, (keys, one), None)
+
     for count, offset, programs in [
         (1, 0, 1), (4096, 0, 1), (4096, 32, 2), (4097, 0, 2), (32, 4064, 1), (64, 4064, 2),
     ]:  # fmt: skip
         theta = torch.zeros(count, device=device)
-        triton_launch.add_signs(theta, theta, offset, keys, one)
+        signs(theta, offset).run(triton_launch, theta, theta)
         launch = launched()
         assert launch.grid == (programs,)
         assert launch.table is None
@@ -263,14 +263,15 @@ def test_what_is_launched(device, monkeypatch):
     assert launch.integers[:2] == (3, 5)
     half = torch.zeros(len(PIECES), 96, dtype=torch.bfloat16, device=device)
     start = np.zeros(1, np.uint32)
-    triton_launch.add_rounded(half, half, 0, keys, True, one[0], start, pieces=PIECES)
+    rest = keys, True, one[0], start
+    Case("half", half, 0, rest, None).run(triton_launch, half, half, PIECES)
     assert launched().grid == (len(PIECES), 2)
     empty = torch.empty(0, device=device)
-    triton_launch.add_signs(empty, empty, 0, keys, one)
+    signs(empty, 0).run(triton_launch, empty, empty)
     assert not recorder.launches
     for out, source, offset in [(half, half, 0), (theta, theta, 31), (theta, theta[:5], 0)]:
         with pytest.raises(AssertionError):
-            triton_launch.add_signs(out, source, offset, keys, one)
+            signs(source, offset).run(triton_launch, out, source)
 
 
 def test_where_the_kernel_runs(monkeypatch):

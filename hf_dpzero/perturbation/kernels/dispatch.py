@@ -1,21 +1,17 @@
 """Adds multiples of directions to a flat tensor, by the fastest kernels for its device.
 
-Three functions are all that the engine does to parameters: `add_signs`, `add_normals` and
-`add_rounded`, of which `perturb_rounded` may do two in one sweep. Each reads an element once, adds its
-coordinates of T directions and writes it once, in place or to another tensor. On a CPU they run in
-`numba_kernels`, on CUDA in `triton_kernels`, elsewhere in `torch_reference`; the numbers are
-the same to the last bit.
+A `Sweep` says what is added, by one of three functions. It reads an element once, adds its coordinates
+of T directions and writes it once, in place or to another tensor. On a CPU they run in `numba_kernels`,
+on CUDA in `triton_kernels`, elsewhere in `torch_reference`; the numbers are the same to the last bit.
 
 Common arguments:
   out, source: flat tensors of one shape, dtype and device; may be the same tensor, else disjoint.
   offset: index of element 0 in the directions' index space, a multiple of 32; any number for one tensor
     (M = 1) without pieces, such as a part of a tensor whose rows lie on several processes.
-  keys: uint32 [T, 4], the directions' streams (see `directions.stream_key`).
   members: None if the flat tensor is one tensor (M = 1), or where its M small ones lie.
   pieces: None, or int64 [P]: `out` and `source` hold P equal parts of one tensor (rows of an
     embedding), of which these are the first elements, multiples of 32; `offset` is the tensor's. An
     array, or on CUDA a tensor that is there already.
-  decay: None, or the weight decay that is made before one of the terms.
 """
 
 from __future__ import annotations
@@ -24,9 +20,8 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,106 +31,36 @@ from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.directions import DITHER_STEP, LANES, NORMAL_UNIT, Places
 from hf_dpzero.perturbation.kernels import torch_reference
 from hf_dpzero.perturbation.kernels.torch_reference import (
-    Decay,
-    Floats,
     Members,
     Parts,
     Pieces,
     Sweep,
-    Terms,
     Unsigned,
 )
 
 _OLDEST_CAPABILITY = (7, 0)  # what Triton's NVIDIA backend has been made to compile for
 
 
-class Kernels(Protocol):
-    """A module with the three functions: `torch_reference`, `numba_kernels` or `triton_kernels`."""
-
-    def add_signs(
-        self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-        members: Members | None, pieces: Pieces, decay: Decay | None,
-    ) -> None: ...  # fmt: skip
-
-    def add_normals(
-        self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
-        update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
-        decay: Decay | None,
-    ) -> None: ...  # fmt: skip
-
-    def add_rounded(
-        self, out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool,
-        coefficients: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
-        decay: Decay | None,
-    ) -> None: ...  # fmt: skip
-
-
-def add_signs(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-    members: Members | None = None, pieces: Pieces = None, decay: Decay | None = None,
+def sweep(
+    added: Sweep, out: Tensor, source: Tensor, offset: int,
+    members: Members | None = None, pieces: Pieces = None,
 ) -> None:  # fmt: skip
-    """Makes out = source + sum_t amounts[t, m] u_t, u = +-1, in float32.
-
-    Args:
-      out, source, offset, keys, members, pieces, decay: see above.
-      amounts: float32 [T, M].
-    """
-    kernels = kernels_for(out.device)
+    """Makes out = source + what a sweep adds to its M tensors, by the function that it names."""
+    function = getattr(kernels_for(out.device), added.name)
     for there, given, at, shift in _whole_rows(out, source, offset):
-        own = decay and decay.shifted(shift)
-        kernels.add_signs(there, given, at, keys, amounts, members, pieces, own)
-
-
-def add_normals(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
-    update: Floats, spacing: Floats, dithers: Unsigned,
-    members: Members | None = None, pieces: Pieces = None, decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Makes out = source + spacing_m sum_t (rint(new z) - rint(old z) + round(update z)), in float32.
-
-    Args:
-      out, source, offset, keys, members, pieces, decay: see above.
-      new, old, update: float32 [T, M], coefficients in units of the grid spacing; the first two are
-        rounded to nearest (ties to even), the last stochastically.
-      spacing: float32 [M], powers of two.
-      dithers: uint32 [T, M], where the members' dithers start.
-    """
-    kernels, rest = kernels_for(out.device), (keys, new, old, update, spacing)
-    for there, given, at, shift in _whole_rows(out, source, offset):
-        own = decay and decay.shifted(shift)
-        kernels.add_normals(there, given, at, *rest, dithers + shift, members, pieces, own)
-
-
-def add_rounded(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
-    dithers: Unsigned, members: Members | None = None, pieces: Pieces = None,
-    decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Makes out = source + sum_t coefficients[t] u_t, added in float32, rounded stochastically.
-
-    Args:
-      out, source: bfloat16 or float16; else as above.
-      offset, keys, members, pieces, decay: see above; the decay is rounded by itself, before all terms.
-      gaussian: normals; False for signs.
-      coefficients: float32 [T].
-      dithers: uint32 [M], where the members' dithers start.
-    """
-    kernels, rest = kernels_for(out.device), (keys, gaussian, coefficients)
-    for there, given, at, shift in _whole_rows(out, source, offset):
-        own = decay and decay.shifted(shift)
-        kernels.add_rounded(there, given, at, *rest, dithers + shift, members, pieces, own)
+        function(added.shifted(shift), there, given, at, members, pieces)
 
 
 def perturb_rounded(
-    out: Tensor, settled: Tensor, offset: int, new: Terms, update: Terms | None = None,
+    out: Tensor, settled: Tensor, offset: int, new: Sweep, update: Sweep | None = None,
     members: Members | None = None,
 ) -> int:  # fmt: skip
-    """Makes settled += the update, if any; then out = settled + the new terms, as by `add_rounded`.
+    """Makes settled += the update, if any; then out = settled + the new terms, by `add_rounded`.
 
     Args:
       out, settled: bfloat16 or float16, disjoint; else as above.
       offset, members: see above.
-      new, update: what is added, both of one kind; decay is in the update only.
+      new, update: what is added, both of one kind; weight decay is in the update only.
 
     Returns:
       Bytes of `out` and `settled` that are read and written.
@@ -147,21 +72,9 @@ def perturb_rounded(
         compiled.perturb_rounded(out, settled, offset, new, update, members)
         return (2 if update is None else 3) * out.nbytes
     if update is not None:
-        add_rounded(settled, settled, offset, *update[:4], members, decay=update.decay)
-    add_rounded(out, settled, offset, *new[:4], members)
+        sweep(update, settled, settled, offset, members)
+    sweep(new, out, settled, offset, members)
     return (2 if update is None else 4) * out.nbytes
-
-
-def sweep(
-    added: Sweep, out: Tensor, source: Tensor, offset: int,
-    members: Members | None = None, pieces: Pieces = None,
-) -> None:  # fmt: skip
-    """Makes out = source + what a sweep adds to its M tensors: the function that it names."""
-    functions: dict[str, Callable[..., None]] = {
-        "add_signs": add_signs, "add_normals": add_normals, "add_rounded": add_rounded,
-    }  # fmt: skip
-    arguments = (added.keys, *added.shared, *added.numbers)
-    functions[added.name](out, source, offset, *arguments, members, pieces, added.decay)
 
 
 def sweep_each(added: Sweep, parts: Parts) -> None:
@@ -226,13 +139,16 @@ def coordinates(
     """
     lead = start % LANES
     out = torch.zeros(lead + count, device=device)
-    keys, one, zero = key[None], np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
-    if gaussian:
-        unit = np.float32(NORMAL_UNIT)
-        rest = (one / unit, zero, zero, unit * one[0], np.zeros((1, 1), np.uint32))
-        add_normals(out, out, start - lead, keys, *rest)
-    else:
-        add_signs(out, out, start - lead, keys, one)
+    one, zero, unit = (
+        np.ones((1, 1), np.float32),
+        np.zeros((1, 1), np.float32),
+        np.float32(NORMAL_UNIT),
+    )
+    normals = [one / unit, zero, zero, unit * one[0], np.zeros((1, 1), np.uint32)]
+    added = Sweep(
+        "add_normals" if gaussian else "add_signs", key[None], normals if gaussian else [one]
+    )
+    sweep(added, out, out, start - lead)
     return out[lead:]
 
 
@@ -245,7 +161,7 @@ def sum_of_squared_normals(key: Unsigned, places: Places, device: torch.device) 
     return int(compiled.sum_of_squared_normals(key, places))
 
 
-def kernels_for(device: torch.device) -> Kernels:
+def kernels_for(device: torch.device) -> ModuleType:
     """Returns the fastest module that runs on a device."""
     if device.type == "cpu":
         return _cpu_kernels() or torch_reference

@@ -41,10 +41,9 @@ from hf_dpzero.perturbation.kernels.numba_tiles import (
 )
 from hf_dpzero.perturbation.kernels.torch_reference import (
     Decay,
-    Floats,
     Members,
     Pieces,
-    Terms,
+    Sweep,
     Unsigned,
 )
 
@@ -209,27 +208,22 @@ def sum_of_squared_normals(key: Unsigned, places: Places) -> int:
 
 
 def add_signs(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-    members: Members | None, pieces: Pieces, decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Computes `dispatch.add_signs`."""
+    added: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
+) -> None:
+    """Computes `torch_reference.add_signs`."""
     flat, given, firsts, starts, rows = arrays(out, source, members, pieces)
-    arguments = (firsts, keys, amounts, *(decay or _NO_DECAY), starts, rows)
+    arguments = (firsts, added.keys, *added.numbers, *(added.decay or _NO_DECAY), starts, rows)
     over_all(functools.partial(_signs_range, flat, given, offset, *arguments), flat, offset)
 
 
 def add_normals(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
-    update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
-    decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Computes `dispatch.add_normals`."""
+    added: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
+) -> None:
+    """Computes `torch_reference.add_normals`."""
     flat, given, firsts, starts, rows = arrays(out, source, members, pieces)
-    terms = (keys, new, old, update, spacing, dithers)
-    end = (*(decay or _NO_DECAY), starts, rows, normal_cells())
-    over_all(
-        functools.partial(_normals_range, flat, given, offset, firsts, *terms, *end), flat, offset
-    )
+    terms = (firsts, added.keys, *added.numbers, *(added.decay or _NO_DECAY))
+    arguments = (*terms, starts, rows, normal_cells())
+    over_all(functools.partial(_normals_range, flat, given, offset, *arguments), flat, offset)
 
 
 # ---------------------------------------------------------------- bfloat16 and float16
@@ -362,16 +356,14 @@ def _rounded_range(
 
 
 def add_rounded(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
-    dithers: Unsigned, members: Members | None, pieces: Pieces, decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Computes `dispatch.add_rounded`."""
-    new = Terms(keys, gaussian, coefficients, dithers, decay)
-    _round(out, source, offset, new, None, members, pieces, streamed=False)
+    added: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
+) -> None:
+    """Computes `torch_reference.add_rounded`."""
+    _round(out, source, offset, added, None, members, pieces, streamed=False)
 
 
 def perturb_rounded(
-    out: Tensor, settled: Tensor, offset: int, new: Terms, update: Terms | None,
+    out: Tensor, settled: Tensor, offset: int, new: Sweep, update: Sweep | None,
     members: Members | None,
 ) -> None:  # fmt: skip
     """Computes `dispatch.perturb_rounded`, in one sweep; inside `together`, at its end."""
@@ -381,13 +373,15 @@ def perturb_rounded(
 
 
 def _round(
-    out: Tensor, source: Tensor, offset: int, new: Terms, update: Terms | None,
+    out: Tensor, source: Tensor, offset: int, new: Sweep, update: Sweep | None,
     members: Members | None, pieces: Pieces, streamed: bool, later: bool = False,
 ) -> None:  # fmt: skip
     bits = out.view(torch.uint16), source.view(torch.uint16)
     flat, given, firsts, starts, rows = arrays(*bits, members, pieces)
     end = (starts, rows, out.dtype == torch.float16, normal_cells(), streamed, update is not None)
-    decay = (update or new).decay or _NO_DECAY
-    terms = (*new[:4], *(update or new)[:4], decay.after, decay.rates, decay.dithers)
-    work = functools.partial(_rounded_range, flat, given, offset, firsts, *terms, *end)
+    first = update or new
+    decay = first.decay or _NO_DECAY
+    terms = [part for s in (new, first) for part in (s.keys, *s.shared, *s.numbers)]
+    arguments = (firsts, *terms, decay.after, decay.rates, decay.dithers, *end)
+    work = functools.partial(_rounded_range, flat, given, offset, *arguments)
     over_all(work, flat, offset, later)

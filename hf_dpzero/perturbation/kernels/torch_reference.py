@@ -80,21 +80,31 @@ class Parts:
 class Sweep:
     """What is added to each of M tensors along T directions: a function and its arguments.
 
+    `add_signs`, in float32: out = source + sum_t amounts[t, m] u_t, u = +-1.
+      numbers: amounts float32 [T, M].
+    `add_normals`, in float32: spacing_m sum_t (rint(new z) - rint(old z) + round(update z)) is added.
+      numbers: new, old, update float32 [T, M], in units of the grid spacing; the first two are rounded
+        to nearest (ties to even), the last stochastically; spacing float32 [M], powers of two; dithers
+        uint32 [T, M], where the members' dithers start.
+    `add_rounded`, of bfloat16 or float16: sum_t coefficients[t] u_t is added in float32 and rounded
+      stochastically. numbers: dithers uint32 [M]; shared: gaussian (normals; False for signs) and
+        coefficients float32 [T].
+
     Attributes:
-      name: `add_signs`, `add_normals` or `add_rounded`.
-      keys: uint32 [T, 4].
+      name: of the function.
+      keys: uint32 [T, 4], the directions' streams (see `directions.stream_key`).
       numbers: the function's arguments that differ between tensors, each [..., M], in order.
-      shared: those before them that do not: (gaussian, coefficients) of `add_rounded`.
-      decay: the weight decay in it, if any.
+      shared: those before them that do not.
+      decay: the weight decay in it, if any; before all terms where sums are rounded.
       placed: what a device was sent of it.
     """
 
     name: str
     keys: Unsigned
-    numbers: Sequence[NDArray[np.generic]]
+    numbers: Sequence[NDArray[Any]]
     shared: tuple[Any, ...] = ()
     decay: Decay | None = None
-    placed: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+    placed: dict[torch.device, Any] = field(default_factory=dict, repr=False)
 
     def of(self, m: int) -> Sweep:
         """Returns what is added to the m-th tensor."""
@@ -103,12 +113,14 @@ class Sweep:
         decay = None if self.decay is None else self.decay.of(m)
         return Sweep(self.name, self.keys, own, self.shared, decay)
 
-    @property
-    def terms(self) -> Terms:
-        """What `add_rounded` adds."""
-        gaussian, coefficients = self.shared
-        dithers = self.numbers[0].astype(np.uint32, copy=False)
-        return Terms(self.keys, gaussian, coefficients, dithers, self.decay)
+    def shifted(self, shift: np.uint32) -> Sweep:
+        """Returns the same with dithers that start elsewhere."""
+        if not shift:
+            return self
+        *rest, last = self.numbers
+        numbers = [*rest, last if self.name == "add_signs" else last + shift]
+        decay = self.decay and self.decay._replace(dithers=self.decay.dithers + shift)
+        return Sweep(self.name, self.keys, numbers, self.shared, decay)
 
 
 class Decay(NamedTuple):
@@ -130,20 +142,6 @@ class Decay(NamedTuple):
         """Returns that of the m-th tensor."""
         one = slice(m, m + 1)
         return Decay(self.after, self.rates[one], self.spacing[one], self.dithers[one])
-
-    def shifted(self, shift: np.uint32) -> Decay:
-        """Returns the same with dithers that start elsewhere."""
-        return self._replace(dithers=self.dithers + shift)
-
-
-class Terms(NamedTuple):
-    """What `add_rounded` adds, as its arguments: sum_t coefficients[t] u_t, rounded with dithers."""
-
-    keys: Unsigned
-    gaussian: bool
-    coefficients: Floats
-    dithers: Unsigned
-    decay: Decay | None = None
 
 
 class Part:
@@ -188,29 +186,28 @@ def _parts(out: Tensor, members: Members | None, pieces: Pieces) -> Iterator[Par
 
 
 def add_signs(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-    members: Members | None, pieces: Pieces, decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Defines `dispatch.add_signs`."""
+    added: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
+) -> None:
+    """Defines `add_signs` (see `Sweep`)."""
+    [amounts] = added.numbers
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
-        for t in range(len(keys)):
-            _decay_(total, part, t, decay)
-            total += part.raw(offset, keys[t], gaussian=False) * part.of(amounts[t])
+        for t, key in enumerate(added.keys):
+            _decay_(total, part, t, added.decay)
+            total += part.raw(offset, key, gaussian=False) * part.of(amounts[t])
         out[part.start : part.stop] = total
 
 
 def add_normals(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
-    update: Floats, spacing: Floats, dithers: Unsigned, members: Members | None, pieces: Pieces,
-    decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Defines `dispatch.add_normals`."""
+    added: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
+) -> None:
+    """Defines `add_normals` (see `Sweep`)."""
+    new, old, update, spacing, dithers = added.numbers
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].clone()
-        for t in range(len(keys)):
-            _decay_(total, part, t, decay)
-            z = part.raw(offset, keys[t], gaussian=True)
+        for t, key in enumerate(added.keys):
+            _decay_(total, part, t, added.decay)
+            z = part.raw(offset, key, gaussian=True)
             n = (z * part.of(new[t])).round() - (z * part.of(old[t])).round()
             n += stochastically_rounded(z * part.of(update[t]), part.dither(dithers[t]))
             total += n * part.of(spacing)
@@ -218,17 +215,17 @@ def add_normals(
 
 
 def add_rounded(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
-    dithers: Unsigned, members: Members | None, pieces: Pieces, decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Defines `dispatch.add_rounded`."""
+    added: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
+) -> None:
+    """Defines `add_rounded` (see `Sweep`)."""
+    (gaussian, coefficients), [dithers], decay = added.shared, added.numbers, added.decay
     for part in _parts(out, members, pieces):
         total = source[part.start : part.stop].float()
         if decay is not None:
             left = total - total * part.of(decay.rates)
             total = half_precision(left, part.dither(decay.dithers), out.dtype).float()
-        for t in range(len(keys)):
-            total = total + part.raw(offset, keys[t], gaussian) * float(coefficients[t])
+        for key, coefficient in zip(added.keys, coefficients, strict=True):
+            total = total + part.raw(offset, key, gaussian) * float(coefficient)
         out[part.start : part.stop] = half_precision(total, part.dither(dithers), out.dtype)
 
 

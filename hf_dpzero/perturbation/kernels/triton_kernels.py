@@ -18,8 +18,6 @@ from torch import Tensor
 from hf_dpzero.perturbation import directions
 from hf_dpzero.perturbation.directions import Places
 from hf_dpzero.perturbation.kernels.torch_reference import (
-    Decay,
-    Floats,
     Members,
     Parts,
     Pieces,
@@ -49,55 +47,23 @@ class _Variant(NamedTuple):
     decay: int = 0
 
 
-def add_signs(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, amounts: Floats,
-    members: Members | None = None, pieces: Pieces = None, decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Computes `dispatch.add_signs`."""
-    assert out.dtype == torch.float32
-    sweep = Sweep("add_signs", keys, [amounts], decay=decay)
-    _launch(sweep, out, source, offset, members, pieces)
-
-
-def add_normals(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, new: Floats, old: Floats,
-    update: Floats, spacing: Floats, dithers: Unsigned,
-    members: Members | None = None, pieces: Pieces = None, decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Computes `dispatch.add_normals`."""
-    assert out.dtype == torch.float32
-    sweep = Sweep("add_normals", keys, [new, old, update, spacing, dithers], decay=decay)
-    _launch(sweep, out, source, offset, members, pieces)
-
-
-def add_rounded(
-    out: Tensor, source: Tensor, offset: int, keys: Unsigned, gaussian: bool, coefficients: Floats,
-    dithers: Unsigned, members: Members | None = None, pieces: Pieces = None,
-    decay: Decay | None = None,
-) -> None:  # fmt: skip
-    """Computes `dispatch.add_rounded`."""
-    assert out.dtype in (torch.bfloat16, torch.float16)
-    sweep = Sweep("add_rounded", keys, [dithers], (bool(gaussian), coefficients), decay)
-    _launch(sweep, out, source, offset, members, pieces)
-
-
-def add_each(sweep: Sweep, parts: Parts) -> None:
-    """Computes `dispatch.Sweep.each` in one launch, or two where some sizes are no multiples of 32.
+def add_each(added: Sweep, parts: Parts) -> None:
+    """Computes `dispatch.sweep_each` in one launch, or two where some sizes are no multiples of 32.
 
     What varies with the sweep and what varies with the parts is sent to the device once for each.
     """
     device, dtype = parts.outs[0].device, parts.outs[0].dtype
-    variant, fields = _variant_of(sweep)
-    shape = len(sweep.keys), sweep.numbers[-1].shape[-1]
-    if device not in sweep.placed:
-        sweep.placed[device] = _sent(_table(sweep.keys, fields, shape), device)
+    shape = len(added.keys), added.numbers[-1].shape[-1]
+    if device not in added.placed:
+        variant, fields = _variant_of(added)
+        added.placed[device] = variant, _sent(_table(added.keys, fields, shape), device)
     if device not in parts.placed:
         parts.placed[device] = _groups(parts, device)
+    variant, table = added.placed[device]
     for group in parts.placed[device]:
         _walk(
-            variant, dtype, group.programs, None, None, sweep.placed[device], None, None, None,
-            group.parts, group.owners, shape, 0, 0, 0, _NO_WORDS, _after(sweep), group.even,
-            group.aligned,
+            variant, dtype, group.programs, None, None, table, None, None, None, group.parts,
+            group.owners, shape, 0, 0, 0, _NO_WORDS, _after(added), group.even, group.aligned,
         )  # fmt: skip
 
 
@@ -164,26 +130,28 @@ def _groups(parts: Parts, device: torch.device) -> list[Group]:
     return groups
 
 
-def _variant_of(sweep: Sweep) -> tuple[_Variant, Fields]:
+def _variant_of(added: Sweep) -> tuple[_Variant, Fields]:
     """The kernel's variant and its fields, each of which broadcasts to [T, M]."""
-    variant, fields = _Variant(gaussian=False), [*sweep.numbers]
-    if sweep.name == "add_normals":
-        variant = _Variant(gaussian=True, grid=True, update=bool(np.any(sweep.numbers[2])))
-    elif sweep.name == "add_rounded":
-        gaussian, coefficients = sweep.shared
+    variant, fields = _Variant(gaussian=False), [*added.numbers]
+    if added.name == "add_normals":
+        variant = _Variant(gaussian=True, grid=True, update=bool(np.any(added.numbers[2])))
+    elif added.name == "add_rounded":
+        gaussian, coefficients = added.shared
         variant, fields = _Variant(gaussian, rounded=True), [coefficients[:, None], *fields]
-    if sweep.decay is None:
+    if added.decay is None:
         return variant, fields
-    return variant._replace(decay=len(fields)), [*fields, *sweep.decay[1:]]
+    return variant._replace(decay=len(fields)), [*fields, *added.decay[1:]]
 
 
-def _after(sweep: Sweep) -> int:
-    return 0 if sweep.decay is None else sweep.decay.after
+def _after(added: Sweep) -> int:
+    return 0 if added.decay is None else added.decay.after
 
 
-def _launch(
-    sweep: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
+def add(
+    added: Sweep, out: Tensor, source: Tensor, offset: int, members: Members | None, pieces: Pieces
 ) -> None:
+    """Computes the function of `torch_reference` that the sweep names."""
+    assert (out.dtype == torch.float32) == (added.name != "add_rounded")
     device, count, lanes, owned = out.device, out.numel(), directions.LANES, directions.SIGNS_TILE
     assert out.is_contiguous() and source.is_contiguous(), "flat tensors are contiguous"
     assert (source.shape, source.dtype, source.device) == (out.shape, out.dtype, device)
@@ -193,9 +161,9 @@ def _launch(
     assert pieces is None or (len(pieces) and count % len(pieces) == 0), "equal pieces"
     if not count:
         return
-    variant, fields = _variant_of(sweep)
-    shape = (len(sweep.keys), 1 if members is None else len(members.starts))
-    table = _table(sweep.keys, fields, shape)
+    variant, fields = _variant_of(added)
+    shape = (len(added.keys), 1 if members is None else len(members.starts))
+    table = _table(added.keys, fields, shape)
     single = shape == (1, 1) and members is None and not variant.decay
     # What varies travels as arguments where there is one term and one tensor, else as a pinned table.
     words = table.tolist() if single else []
@@ -212,8 +180,11 @@ def _launch(
         grid = len(pieces), -(-(owned - lanes + count) // owned)
     _walk(
         variant, out.dtype, grid, _raw(out), _raw(source), sent, rows, starts, firsts, None, None,
-        shape, count, first_tile, lead, words, _after(sweep), count % lanes == 0, False,
+        shape, count, first_tile, lead, words, _after(added), count % lanes == 0, False,
     )  # fmt: skip
+
+
+add_signs = add_normals = add_rounded = add
 
 
 def _table(keys: Unsigned, fields: Fields, shape: tuple[int, int]) -> Tensor:
