@@ -131,8 +131,8 @@ def test_weights_that_were_left_half_way_are_not_saved(tmp_path, monkeypatch):
     trainer = build(tmp_path, **SECRET)
     moved = GridSegment.apply_
 
-    def breaks(segment, changes):
-        moved(segment, changes)
+    def breaks(segment, *given):
+        moved(segment, *given)
         if trainer.trajectory.next_step == 3:
             raise MemoryError
 

@@ -159,11 +159,11 @@ def test_a_killed_run_leaves_nothing_of_its_weights(tmp_path: Path, base: Path):
     """Killed between two writes of an update, with the disk's copy half old and half new."""
     applied, apply = [], GridSegment.apply_
 
-    def dying(segment: GridSegment, changes: Any) -> Any:
+    def dying(segment: GridSegment, *given: Any) -> Any:
         applied.append(segment)
         if len(applied) == 40:
             die()
-        return apply(segment, changes)
+        return apply(segment, *given)
 
     def run() -> None:
         GridSegment.apply_ = dying  # type: ignore[method-assign]

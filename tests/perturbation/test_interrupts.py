@@ -65,11 +65,11 @@ def test_an_interrupt_in_a_change_leaves_whole_states(monkeypatch, at, defer):
     space, calls = space_of(), []
     apply = segments.GridSegment.apply_
 
-    def interrupted(segment, changes):
+    def interrupted(segment, *given):
         calls.append(1)
         if len(calls) == at:
             interrupt()
-        return apply(segment, changes)
+        return apply(segment, *given)
 
     space.move_to_(((u, -1e-3),))
     if defer:
@@ -89,11 +89,11 @@ def test_a_change_that_failed_half_way_is_never_carried_on(monkeypatch):
     space, calls = space_of(), []
     apply = segments.GridSegment.apply_
 
-    def failing(segment, changes):
+    def failing(segment, *given):
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
-        return apply(segment, changes)
+        return apply(segment, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(segments.GridSegment, "apply_", failing)
