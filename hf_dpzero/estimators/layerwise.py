@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_dpzero.estimators.forward_passes import P, R, replaced_forward
 from hf_dpzero.estimators.offload import living_elsewhere, prefetched_of, prefetcher_of
+from hf_dpzero.objectives.host import on_host, sent
 from hf_dpzero.perturbation.kernels import dispatch
 from hf_dpzero.perturbation.parameter_space import Copies, ParameterSpace, Position
 
@@ -226,7 +227,8 @@ class _RowLookup(TorchFunctionMode):
             rows, inverse = ids.reshape(-1).long(), torch.arange(ids.numel(), device=ids.device)
             inverse = inverse.view(ids.shape)
         else:
-            rows, inverse = torch.unique(ids.long(), return_inverse=True)
+            rows, inverse = torch.unique(on_host(ids).long(), return_inverse=True)
+            inverse = sent(inverse, ids.device)
         shape = rows.numel(), weight.shape[1]
         perturbed = weight.new_empty(shape, device=ids.device, requires_grad=False)
         space, position = self.visits.space, self.visits.position
