@@ -50,6 +50,9 @@ PUBLIC_ROWS = 64
 
 ROWS_FILE = Path("_private") / "rows.json"
 
+_TWICE = "with participation=once a row could take part twice, which epsilon does not cover"
+_OTHERWISE = "or take another output-dir; what was spent stays spent."
+
 
 class Replica:
     """The weights of a run, moved by its releases alone, and finite differences of rows at them.
@@ -181,8 +184,7 @@ class LocalClient:
         if (self.folder / LEDGER_NAME).exists() and not path.exists():
             raise LedgerError(
                 f"{path} is missing, which said what this client released: a new one would forget what "
-                "was spent, and draw the open round's noise again. Restore it, or take another "
-                "output-dir; what was spent stays spent."
+                f"was spent, and draw the open round's noise again. Restore it, {_OTHERWISE}"
             )
         header = {
             "client": self.name,
@@ -270,12 +272,8 @@ def check_same_rows(folder: Path, dataset: Dataset, rows: Sequence[int]) -> None
     With `participation: once` round r takes the r-th block of them. In another order, or with other
     rows, a row could come again, which the account of one release does not cover. So a client leaves a
     digest of its rows, made with a secret key, in its own folder. The digest is of up to 10,000 rows,
-    evenly spread: of more, two that changed places may go unnoticed, a shuffle does not.
-
-    Args:
-      folder: the client's own; the file in it is for its owner alone.
-      dataset: rows by number.
-      rows: numbers of the client's own.
+    evenly spread: of more, two that changed places may go unnoticed, a shuffle does not. The file in its
+    folder is for its owner alone.
 
     Raises:
       PlanError: they are others than before, or in another order; or there is no telling.
@@ -284,9 +282,8 @@ def check_same_rows(folder: Path, dataset: Dataset, rows: Sequence[int]) -> None
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     if before is None and (folder / RELEASED_NAME).exists():
         raise PlanError(
-            f"{ROWS_FILE} in the client's folder is missing, which knew its rows again: with "
-            "participation=once a row could take part twice, which epsilon does not cover. Restore it, "
-            "or take another output-dir; what was spent stays spent."
+            f"{ROWS_FILE} in the client's folder is missing, which knew its rows again: {_TWICE}. "
+            f"Restore it, {_OTHERWISE}"
         )
     # with a key, so that who reads the file cannot try rows against it
     key = bytes.fromhex(before["key"]) if before else secrets.token_bytes(32)
@@ -294,17 +291,15 @@ def check_same_rows(folder: Path, dataset: Dataset, rows: Sequence[int]) -> None
     if not now:
         raise PlanError(
             "the client's rows are drawn anew at each access, so that nothing tells whether they are "
-            "those of its first start: with participation=once a row could take part twice. Store the "
-            "rows as they are to be used, or use participation=sampled."
+            f"those of its first start: {_TWICE}. Store the rows as they are to be used, or use "
+            "participation=sampled."
         )
     if before is None:
         write_for_owner(path, json.dumps({"key": key.hex(), "rows": now}))
     elif before["rows"] != now:
         raise PlanError(
             "the client's rows are not those of its first start, or not in that order (an unseeded "
-            "shuffle?): with participation=once a row could take part twice, which epsilon does not "
-            f"cover. Load them as they were ({ROWS_FILE} in its folder knows them again), or take "
-            "another output-dir; what was spent stays spent."
+            f"shuffle?): {_TWICE}. Load them as they were ({ROWS_FILE} knows them), {_OTHERWISE}"
         )
 
 

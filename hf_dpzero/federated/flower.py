@@ -189,12 +189,9 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
 
 
 def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes:
-    """Has the client's resident process answer a message, "join" or "round", with a payload.
+    """Has a client's resident process answer a message, "join" or "round", with a payload.
 
-    Args:
-      folder: the client's own.
-      values: its `--node-config`; with other values than before, another process is started.
-      kind, payload: of the message.
+    With other `values`, those of its `--node-config`, than before, another process is started.
 
     Raises:
       ResidentError: it failed, or does not start; `client.log` in the folder says why.

@@ -77,14 +77,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(raw: bytes | None, num_values: int) -> Message:
-    """Takes a message apart.
-
-    Args:
-      raw: what came, perhaps nothing.
-      num_values: K.
-
-    Returns:
-      The message; its numbers are not judged (see `check_values`).
+    """Takes what came, perhaps nothing, apart; its K numbers are not judged (see `check_values`).
 
     Raises:
       MessageError: not the bytes of a message with K values.
@@ -121,11 +114,7 @@ def _sealed(content: bytes) -> bytes:
 
 
 def check_contract(theirs: bytes, ours: bytes) -> None:
-    """Refuses a digest that is another run's.
-
-    Raises:
-      MessageError: the two differ.
-    """
+    """Refuses a digest that is another run's, by a `MessageError`."""
     if theirs != ours:
         raise MessageError(
             f"another contract: digest {theirs.hex()}, and {ours.hex()} here. It is of "
