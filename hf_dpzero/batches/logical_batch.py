@@ -89,14 +89,6 @@ class Rows:
         form = getattr(self.dataset, "format", None)
         return isinstance(form, dict) and form.get("type") == "custom"
 
-    def are_stacked(self) -> bool:
-        """Whether the collator says (`stacks`) that it stacks rows of one shape and does nothing else.
-
-        Then a batch's rows are what they are in a batch of one.
-        """
-        stacks = getattr(self.collate, "stacks", None)
-        return stacks is not None and bool(stacks(self._fetched([0])[0]))
-
     def _fetched(self, indices: list[int]) -> list[Any]:
         """The rows, asked for one by one where their data set may compute something of all of them.
 

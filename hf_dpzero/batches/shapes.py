@@ -10,7 +10,7 @@ for each shape, whose losses are dropped. `smoke_test` tries this on invented ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,8 +224,6 @@ class PassShapes:
       context_length: tokens that the model takes; None for any number.
       padding_side: "right" or "left".
       pad_token_id: None where there is none.
-      collate_stacked: row numbers -> batch, where rows are stacked and nothing else (much faster for
-        thousands of stored features); None elsewhere.
       collate_blocks: row numbers -> the same rows in blocks of one shape, where these are made faster.
       decoder_length: tokens that a decoder takes; None for any number.
       row_signature: `kind_of` every row; None for any.
@@ -238,7 +236,6 @@ class PassShapes:
     context_length: int | None = None
     padding_side: str = "right"
     pad_token_id: int | None = None
-    collate_stacked: Callable[[list[int]], Mapping[str, Tensor]] | None = None
     collate_blocks: Callable[[list[int]], list[Block] | None] | None = None
     decoder_length: int | None = None
     row_signature: Signature | None = None
@@ -281,8 +278,7 @@ class PassShapes:
         """
         rows: dict[int, Row] = {}
         groups: dict[Signature, list[int]] = {}  # places of each shape, in the order given
-        # All rows have one shape, so no process collates another's.
-        if self.collate_stacked is not None or self.one_by_one:
+        if self.one_by_one:
             groups[0, ()] = list(range(len(indices)))
         elif len(indices):
             with drawing_from(
@@ -300,8 +296,6 @@ class PassShapes:
         places = [[place for _, chosen in plan for place in chosen] for plan in plans]
         if not plans[share]:
             return [], places
-        if self.collate_stacked is not None:
-            return list(self._stacked(indices, plans[share])), places
         if self.one_by_one:  # nothing is beside a row: it stays as it is
             singles = self.collate_each([indices[place] for place in places[share]])
             pairs = zip(singles, places[share], strict=True)
@@ -326,24 +320,6 @@ class PassShapes:
             for place, row, whole in zip(places, apart, unmasked_each(wide), strict=True):
                 rows[place], shaped[place] = row, (width, (*shape, whole))
         return rows, shaped
-
-    def _stacked(
-        self, indices: Sequence[int], plan: Sequence[tuple[int, Sequence[int]]]
-    ) -> Iterator[PaddedMicrobatch]:
-        assert self.collate_stacked is not None
-        batch = self.collate_stacked([indices[i] for _, portion in plan for i in portion])
-        start = 0
-        for slots, portion in plan:
-            stop = start + len(portion)
-            # Slots beyond the portion repeat its last row, and are then made blank.
-            chosen = torch.arange(start, start + slots).clamp_(max=stop - 1)
-            rows = {name: value[chosen] for name, value in batch.items()}
-            if len(portion) < slots:
-                blank = blank_like({name: value[:1] for name, value in batch.items()})
-                for name, value in rows.items():
-                    value[len(portion) :] = blank[name]
-            yield PaddedMicrobatch(rows, len(portion), portion)
-            start = stop
 
     def in_bucket(self, batch: Row) -> dict[str, Tensor]:
         """Widens collated rows of one length to what that gives; a new batch."""

@@ -76,7 +76,6 @@ def shapes_of(run: Run) -> PassShapes | None:
         context_length=forms.context_length(model),
         padding_side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
         pad_token_id=getattr(config, "pad_token_id", None) if pad is None else pad,
-        collate_stacked=rows.collate_rows if rows.are_stacked() else None,
         collate_blocks=rows.collate_blocks,
         decoder_length=forms.decoder_length(model),
         max_length=run.longest_row,
@@ -88,7 +87,7 @@ def shapes_of(run: Run) -> PassShapes | None:
     shapes = dataclasses.replace(shapes, row_signature=forms.kind_of(first))
     if run.args.physical_batch_size == 1:
         return shapes  # nothing stands beside a row, so sizes need not be known
-    if not _widths_vary(shapes, first) and _form(run, shapes, first) is first:
+    if forms.masked_shape(first) is None and _form(run, first) is first:
         shapes = dataclasses.replace(shapes, row_sizes=forms.sizes_of(first))
         if run.args.per_device_train_batch_size == 1:
             logger.warning(f"per_device_train_batch_size=1, and rows without a mask: {ONE_BY_ONE}")
@@ -101,24 +100,19 @@ def shapes_of(run: Run) -> PassShapes | None:
     return dataclasses.replace(shapes, placement=dataclasses.replace(shapes.placement, sizes=sizes))
 
 
-def _widths_vary(shapes: PassShapes, first: Row) -> bool:
-    """Whether a mask tells a row's width, or rows are stacked, which all have the same."""
-    return forms.masked_shape(first) is not None or shapes.collate_stacked is not None
-
-
-def _form(run: Run, shapes: PassShapes, first: Row) -> Row:
+def _form(run: Run, first: Row) -> Row:
     """The row whose form invented rows have: row 0, of which the length along its mask is not read.
 
     Where no mask tells what its length is, an evaluation row's sizes are; without one, row 0's, and then
     all rows must have them (`PassShapes.row_sizes`).
     """
-    public = [] if _widths_vary(shapes, first) else evaluation_rows(run, 1)
+    public = evaluation_rows(run, 1) if forms.masked_shape(first) is None else []
     return public[0] if public and forms.kind_of(public[0]) == forms.kind_of(first) else first
 
 
 def invented_rows(run: Run, shapes: PassShapes) -> InventedRows:
     """Returns what makes rows in the form of the run's."""
-    return InventedRows(_form(run, shapes, shapes.collate_each([0])[0]), run.model, shapes)
+    return InventedRows(_form(run, shapes.collate_each([0])[0]), run.model, shapes)
 
 
 @torch.no_grad()
@@ -218,7 +212,7 @@ def _placement(
     coarse = bool(low_precision(model, run.args))
     count = sum(p.numel() for p in model.parameters())
     cost = placing.pass_cost(run.args.device.type, count, coarse, arriving_bytes(model))
-    if forms.masked_shape(first) is None or shapes.collate_stacked is not None:
+    if forms.masked_shape(first) is None:
         return Placement(expected, sizes, {0: 1.0}, cost, tokens)
     found = [forms.width_of(row) for row in evaluation_rows(run, _LOOKED_AT)]
     text = "input_ids" in first  # else sounds, whose widths are not tokens

@@ -32,11 +32,7 @@ EVERY = 100
 """Steps between two comparisons of the weights. A comparison reads them once, a step at least six times
 (perturbed twice, evaluated twice, restored, updated), so it costs less than a part in 500 of a run."""
 
-_CODE = (
-    "collate_each",
-    "collate_stacked",
-    "collate_blocks",
-)  # bound methods, whose repr has an address
+_CODE = ("collate_each", "collate_blocks")  # bound methods, whose repr has an address
 COMPARED = 1000
 """Rows that are compared, spread evenly; of those that are drawn anew at each access the number is."""
 

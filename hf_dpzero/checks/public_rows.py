@@ -66,7 +66,6 @@ def public_microbatches(
         return [rows.collate_rows(chosen[i : i + size]) for i in chosen[::size]]
     shapes = dataclasses.replace(
         run.shapes,
-        collate_stacked=None,
         collate_blocks=rows.collate_blocks,
         row_signature=None,
         collate_each=rows.collate_each,

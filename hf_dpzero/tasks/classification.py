@@ -133,14 +133,10 @@ class Collator:
     collates_columns: ClassVar = True  # `batches.columns` may do its work
     pad_to_multiple_of: ClassVar = PAD_TO_MULTIPLE_OF
 
-    def stacks(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether rows like this one are stacked, so that each one's tensors follow from it."""
-        return "input_ids" not in row
-
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         from transformers import default_data_collator
 
-        if self.stacks(rows[0]):
+        if "input_ids" not in rows[0]:
             return default_data_collator(rows)
         batch: dict[str, Tensor] = {}
         for suffix in ("", PAIR_SUFFIX):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dpzero.batches.columns import Block
 from hf_dpzero.batches.placement import Placement, pass_cost, sizes_up_to
 from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
@@ -193,8 +194,11 @@ class DrawnRows:
         sizes = sizes_up_to(max(2, round(SLOTS_FOR_BATCH * size)))
         parameters = sum(weight.numel() for weight in packed.weights.values())
         cost = pass_cost(torch.device(packed.device).type, parameters, low_precision=False)
-        placement = Placement(size, sizes, {0: 1.0}, cost)
-        self.shapes = PassShapes(self._refuse, placement, collate_stacked=self.of)
+        width = self.rows["input_ids"].shape[1]  # of all rows, which stay as they are
+        placement = Placement(size, sizes, {width: 1.0}, cost)
+        self.shapes = PassShapes(
+            self._refuse, placement, collate_blocks=self._block, max_length=width
+        )
 
     def of(self, indices: list[int]) -> dict[str, Tensor]:
         """The rows of `indices`."""
@@ -211,8 +215,11 @@ class DrawnRows:
         order = place_order(len(chosen), step, self.key)
         return self.shapes.microbatches(chosen[order].tolist())
 
+    def _block(self, indices: list[int]) -> list[Block]:
+        return [(range(len(indices)), self.of(indices))]
+
     def _refuse(self, indices: list[int]) -> list[Mapping[str, Tensor]]:
-        raise NotImplementedError("rows are stacked")
+        raise NotImplementedError("rows are one block")
 
 
 # ---------------------------------------------------------------- one run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -271,30 +270,6 @@ def test_a_classifier_that_pools_at_the_last_token_is_no_coupled_loss(tmp_path, 
         )  # fmt: skip
     short = tiny_data().map(lambda row: {n: row[n][:5] for n in ("input_ids", "attention_mask")})
     prepare(build(tmp_path, model, data=short, method=method, expected_batch_size=40).run)
-
-
-def test_rows_that_are_stacked_make_the_same_microbatches_as_rows_collated_one_by_one():
-    from hf_dpzero.batches.logical_batch import Rows
-    from hf_dpzero.tasks.classification import Collator
-
-    generator = torch.Generator().manual_seed(3)
-    stored = [
-        {"features": torch.randn(6, generator=generator).tolist(), "labels": i % 3}
-        for i in range(11)
-    ]
-    rows = Rows(stored, Collator(tokenizer=None))  # type: ignore[arg-type]
-    assert rows.are_stacked()
-    alone = PassShapes(rows.collate_each, passes_of(4))
-    together = dataclasses.replace(alone, collate_stacked=rows.collate_rows)
-    for chosen in ([], [5], [9, 0, 3, 1], list(range(11))):
-        made, expected = together.microbatches(chosen), alone.microbatches(chosen)
-        assert [m.examples for m in made] == [m.examples for m in expected]
-        for one, other in zip(made, expected, strict=True):
-            assert {n: v.tolist() for n, v in one.items()} == {
-                n: v.tolist() for n, v in other.items()
-            }
-            assert {n: v.dtype for n, v in one.items()} == {n: v.dtype for n, v in other.items()}
-    assert not Rows([{"input_ids": [1], "labels": 0}], Collator(tokenizer=None)).are_stacked()  # type: ignore[arg-type]
 
 
 def test_stacked_copies_that_round_by_place_go_back_to_whole_model(tmp_path, monkeypatch):
