@@ -123,11 +123,11 @@ class Replica:
         return self._measured(parts)
 
     def public_norms(self) -> Tensor | None:
-        """Measures public rows as `differences` does: float64 norms [B]; None where there are none."""
-        norms = None
+        """Measures public rows as `differences` does: finite float64 norms [B]; None without any."""
         with leaving_out("public rows were not measured"):
             norms = self._measured(public_microbatches(self.run, PUBLIC_ROWS)).norm(dim=1)
-        return norms
+            return norms[norms.isfinite()] if norms.isfinite().any() else None
+        return None
 
     def _measured(self, parts: Sequence[Mapping[str, Tensor]]) -> Tensor:
         directions = directions_of(self.round, self.run.header)

@@ -459,7 +459,7 @@ class Side:
           PlanError: nothing that it could follow from, and none is given.
         """
         norms = self.replica.public_norms()
-        median = float(norms.median()) if norms is not None and len(norms) else None
+        median = None if norms is None else float(norms.median())
         clip, given = CLIPPED_FROM * (median or 0.0), not self.recipe.training.clip_left_out
         words = f"{CLIPPED_FROM:g} of the median norm of public rows' differences"
         if not given and not SMALLEST_CLIP <= clip <= MAX_CLIP:

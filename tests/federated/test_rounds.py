@@ -403,6 +403,18 @@ def test_a_clip_that_is_left_out_follows_from_public_rows_and_is_the_same_for_al
     assert other.replica.run.plan.smallest_clip == SMALLEST_CLIP  # what it was checked for
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_public_rows_whose_losses_are_not_finite_choose_no_clip(tmp_path, bad):
+    made = side(tmp_path, **LEFT_OUT)
+    norms = torch.tensor([[bad], [3.0], [bad], [bad]], dtype=torch.float64)
+    made.replica._measured = lambda parts: norms
+    assert made.replica.public_norms().tolist() == [3.0]
+    norms[1] = bad
+    with pytest.raises(PlanError, match="give validation_file, or clip"):
+        made.start_server(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("clip", [SMALLEST_CLIP / 2, float("inf"), float("nan"), "5", True, None])
 def test_a_servers_clip_is_no_word_and_not_below_what_was_checked(tmp_path, clip):
     other = side(tmp_path, **LEFT_OUT)
