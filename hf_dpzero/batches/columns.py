@@ -131,7 +131,8 @@ def _padding(collate: Any) -> tuple[int, dict[str, int], bool] | None:
     """Returns the multiple, fills and side by which a collator pads a row alone; None if not known."""
     kind = collate if inspect.isfunction(collate) else type(collate)
     known = kind.__module__ == "transformers.data.data_collator" and kind.__name__ in _COLLATORS
-    if not (known or getattr(kind, "collates_columns", False)):
+    # of the class itself: one that inherits may do something else
+    if not (known or vars(kind).get("collates_columns", False)):
         return None
     tokenizer, multiple = (
         getattr(collate, "tokenizer", None),

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hf_dpzero.federated.messages import RELEASED_NAME, read_log
 from hf_dpzero.federated.plan import LocalPlan, PlanError
 from hf_dpzero.federated.server import Member, RoundServer, weights
-from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
+from hf_dpzero.ledger.log_file import LedgerError
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.accounting import epsilon_together
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise, is_seeded
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
@@ -240,10 +241,16 @@ def served(folder: Path) -> list[Served]:
     """Reads the ledgers of all runs in a client's folder.
 
     Raises:
-      LedgerError: one is damaged.
+      LedgerError: one is damaged, or is missing where the client joined.
     """
+    # not `rglob`, which passes over a run's folder that is a link to another disk
+    places = [folder, *sorted(folder.glob(f"{RUNS}/*"))]
     runs = []
-    for path in sorted(folder.rglob(RELEASED_NAME)):
+    for path in (place / RELEASED_NAME for place in places):
+        if not path.exists():
+            if path.parent != folder and (path.parent / LEDGER_NAME).exists():
+                raise LedgerError(f"{path} is missing, which said what a run released: restore it.")
+            continue
         header, messages = read_log(path)
         local = LocalPlan.from_dict({name.name: header[name.name] for name in fields(LocalPlan)})
         private = local.plan.private and not is_seeded(header["noise_source"])

@@ -157,3 +157,21 @@ def test_a_client_with_fixed_noise_serves_no_second_run_without_a_ceiling(tmp_pa
         with refused:
             side(tmp_path / f"own-{number}").join("north", 0, folder, server.invitation())
         assert folder.exists() == (number == 0)
+
+
+def test_a_run_counts_whose_folder_was_moved_behind_a_link_or_lost_its_ledger(tmp_path):
+    """Else a server's next run would be admitted as if it were the first."""
+    _, server = started(tmp_path / "server", **TARGET, **key(0))
+    folder = tmp_path / "north" / RUNS / run_of("join", server.invitation())
+    side(tmp_path / "own", **TARGET).join("north", 0, folder, server.invitation())
+    moved = tmp_path / "other disk"
+    folder.rename(moved)
+    folder.symlink_to(moved, target_is_directory=True)
+    _, server = started(tmp_path / "next", **TARGET, **key(1))
+    following = folder.with_name(run_of("join", server.invitation()))
+    made = side(tmp_path / "again", **TARGET)
+    with pytest.raises(PlanError, match="1 earlier ones"):
+        made.join("north", 0, following, server.invitation())
+    (moved / RELEASED_NAME).unlink()
+    with pytest.raises(LedgerError, match="is missing"):
+        made.join("north", 0, following, server.invitation())

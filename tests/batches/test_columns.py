@@ -137,11 +137,17 @@ def own(rows: list[Any]) -> dict[str, Tensor]:
     return default_data_collator(rows)
 
 
+class Clamped(Collator):
+    def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
+        return super().__call__([{**row, "label": min(row["label"], 0)} for row in rows])
+
+
 def test_all_else_is_left_to_the_collator():
     whole = [[1] * n for n in LENGTHS]
     asked: dict[str, tuple[Any, Any]] = {
         "a list": (features().to_list(), default_data_collator),
         "a collator of one's own": (features(), own),
+        "a collator that inherits": (texts(), Clamped(word_tokenizer("right"))),
         "a tokenizer of one's own": (texts(), own_padding()),
         "a transform": (features().with_transform(lambda rows: rows), default_data_collator),
         "numpy": (features().with_format("numpy"), default_data_collator),
