@@ -32,6 +32,9 @@ def digest_tensors(
     """
     digest = hashlib.sha256()
     for name, tensor, bytes_ in _each(named_tensors, known or {}):
+        name = name.replace("\\", "\\\\").replace(
+            "|", "\\|"
+        )  # so that none reads as several tensors
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|{bytes_}|".encode())
     return digest.hexdigest()
 

@@ -23,7 +23,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device or tensor.device.type != "cpu":
         return tensor.to(device)
     copy = _kept.get(tensor)
-    if copy is None or copy.device != device:
+    if copy is None or copy.device != device or _written(copy):
         pinned = tensor.pin_memory() if device.type == "cuda" else tensor
         copy = pinned.to(device, non_blocking=True)
         _host[copy] = TensorWeakRef(tensor)
@@ -33,9 +33,14 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Returns what a tensor was sent from, or the tensor itself where that is not known."""
-    host = _host[tensor]() if tensor in _host else None
+    """Returns what a tensor was sent from, or the tensor itself where that is unknown or changed."""
+    host = _host[tensor]() if tensor in _host and not _written(tensor) else None
     return tensor if host is None else host
+
+
+def _written(copy: Tensor) -> bool:
+    """Whether somebody, a script's own loss say, changed it in place."""
+    return not copy.is_inference() and copy._version > 0
 
 
 def changed(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:

@@ -136,3 +136,10 @@ def test_a_tensor_may_be_hashed_in_a_thread_known_or_read_late(monkeypatch):
         no_reading.setattr(digests, "_checksum", lambda tensor: pytest.fail("read again"))
         assert digest_tensors(model.named_parameters(), sums) == alone
     assert (state_digest(model, sums), digest_model(model, sums)) == states
+
+
+def test_no_name_reads_as_several_tensors():
+    first, second = torch.arange(2.0), torch.arange(3.0)
+    entry = f"a|{first.dtype}|{tuple(first.shape)}|{checksums([('a', first)])['a']}|b"
+    both = digest_tensors([("a", first), ("b", second)])
+    assert digest_tensors([(entry, second)]) != both

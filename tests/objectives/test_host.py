@@ -74,3 +74,12 @@ def test_a_batch_is_sent_once_and_let_go():
     before = len(host._kept)
     del tensor
     assert len(host._kept) == before - 1 and host.on_host(copy) is copy
+
+
+def test_a_copy_that_was_changed_in_place_is_not_what_was_sent():
+    """Else labels that a script's own loss masks in place would be read unmasked, or masked later."""
+    tensor, device = torch.arange(5), torch.device("meta")
+    copy = host.sent(tensor, device)
+    copy[1:] = -100
+    assert host.on_host(copy) is copy and host.sent(tensor, device) is not copy
+    assert host.on_host(host.sent(tensor, device)) is tensor
