@@ -79,14 +79,14 @@ class Deployment:
         (self.folder / "flwr" / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n[superlink.{CONNECTION}]\n'
             f'address = "127.0.0.1:{self.settings.port}"\n'
-            f'root-certificates = "{self.folder / "ca.pem"}"\n'
+            f'root-certificates = "{self.folder / "server.pem"}"\n'
         )
 
     def start_server(self) -> None:
         from hf_dpzero.federated import certificates
 
-        certificates.check(self.folder, HOSTS[-1])
-        files = {"ca-certfile": "ca.pem", "certfile": "server.pem", "keyfile": "server.key"}
+        certificates.check(self.folder)
+        files = {"ca-certfile": "server.pem", "certfile": "server.pem", "keyfile": "server.key"}
         tls = [w for k, v in files.items() for w in (f"--ssl-{k}", str(self.folder / v))]
         self.start(
             "superlink",
@@ -113,7 +113,7 @@ class Deployment:
         self.start(
             f"client{i}",
             *("flower-supernode", "--superlink", f"127.0.0.1:{s.port}"),
-            *("--root-certificates", str(self.folder / "ca.pem")),
+            *("--root-certificates", str(self.folder / "server.pem")),
             *("--auth-supernode-private-key", key),
             *("--auth-supernode-public-key", f"{key}.pub"),
             *("--port", str(s.port + 1 + i), "--node-config", config),

@@ -193,7 +193,7 @@ class Certificates(Options):
     host: list[str] = _option("names or addresses of the server", nargs="+", required=True)
     clients: list[str] | None = _option("a name for each client", nargs="+")
     days: int = _option("how long the certificate holds", 365)
-    check: bool = _option("only say whether the certificate there still holds for the host", False)
+    check: bool = _option("only say of which hosts the certificate there is, and until when", False)
 
 
 COMMANDS: dict[str, type[Options]] = {

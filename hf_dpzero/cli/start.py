@@ -80,12 +80,11 @@ def run_certificates(arguments: Certificates) -> None:
     """Writes them, or with --check says until when they hold."""
     from hf_dpzero.federated import certificates
 
-    folder, hosts = Path(arguments.folder), arguments.host
+    folder = Path(arguments.folder)
     if not arguments.check:
-        made = certificates.make(folder, hosts, arguments.clients or [], arguments.days)
+        made = certificates.make(folder, arguments.host, arguments.clients or [], arguments.days)
         print(f"written, for your eyes alone: {', '.join(map(str, made))}")
-    for host in hosts:
-        print(certificates.check(folder, host))
+    print(certificates.check(folder))
 
 
 def _check_new(path: Path) -> None:

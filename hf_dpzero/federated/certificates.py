@@ -1,8 +1,7 @@
 """Certificates and keys that Flower's SuperLink and SuperNodes are started with.
 
 TLS hides messages from the network, and the clients' keys keep strangers out; no guarantee rests on
-either. The authority signs the server's certificate and its key is forgotten: another server, or a
-certificate that ran out, takes another folder.
+either. The server's certificate signs itself: clients get it as the one that they trust.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from hf_dpzero.federated import NAME
 from hf_dpzero.ledger.log_file import write_for_owner
 
-SERVER = ("ca.pem", "server.pem", "server.key")
+SERVER = ("server.pem", "server.key")
 """What the server is started with; clients get the first."""
 
 try:
@@ -36,9 +35,8 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) 
     """Writes the server's files and each client's NAME and NAME.pub, for their owner alone.
 
     Args:
-      folder: that holds none of them.
+      folder, clients: names of the clients, of whose files the folder holds none.
       hosts: names and addresses by which clients reach the server.
-      clients: names.
       days: the certificate holds.
 
     Raises:
@@ -65,18 +63,14 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) 
     return [folder / name for name in names]
 
 
-def check(folder: Path, host: str) -> str:
-    """Returns until when a server's certificate holds.
-
-    Args:
-      folder: of `make`.
-      host: by which clients reach the server.
+def check(folder: Path) -> str:
+    """Returns of which hosts the server's certificate in a folder is, and until when it holds.
 
     Raises:
       FileNotFoundError: files are missing.
-      ValueError: no certificate, one that ran out, or one of other hosts.
+      ValueError: no certificate, or one that ran out.
     """
-    path, again = folder / SERVER[1], "make another with `hf-dpzero certificates`, in a new folder"
+    path, again = folder / SERVER[0], "make another with `hf-dpzero certificates`, in a new folder"
     if missing := [name for name in SERVER if not (folder / name).is_file()]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: {again}.")
     try:
@@ -87,42 +81,25 @@ def check(folder: Path, host: str) -> str:
     until, hosts = found.not_valid_after_utc, [str(name.value) for name in names]
     if until < datetime.now(timezone.utc):
         raise ValueError(f"{path} ran out on {until:%Y-%m-%d}: {again}.")
-    if host not in hosts:
-        raise ValueError(f"{path} is of {', '.join(hosts)}, and {host} is none of them: {again}.")
     return f"{path}: {', '.join(hosts)}, until {until:%Y-%m-%d}"
 
 
-def _server(hosts: Sequence[str], days: int) -> tuple[str, str, str]:
+def _server(hosts: Sequence[str], days: int) -> tuple[str, str]:
     """The texts of `SERVER`."""
-    authority, key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
-    names = x509.SubjectAlternativeName(list(map(_host, hosts)))
-    root = _certificate(authority, "hf-dpzero", authority, days, x509.BasicConstraints(True, 0))
-    own = _certificate(key, hosts[0], authority, days, x509.BasicConstraints(False, None), names)
-    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    pem = (c.public_bytes(Encoding.PEM).decode() for c in (root, own))
-    return next(pem), next(pem), secret.decode()
-
-
-def _certificate(
-    key: ec.EllipticCurvePrivateKey,
-    name: str,
-    authority: ec.EllipticCurvePrivateKey,
-    days: int,
-    *extensions: x509.ExtensionType,
-) -> x509.Certificate:
-    issuer, subject = (
-        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text[:64])])
-        for text in ("hf-dpzero", name)
-    )
-    now = datetime.now(timezone.utc)
-    builder = x509.CertificateBuilder(
-        issuer, subject, key.public_key(), x509.random_serial_number(),
-        now - timedelta(hours=1),  # clocks differ
-        now + timedelta(days=days),
+    key, now = ec.generate_private_key(ec.SECP384R1()), datetime.now(timezone.utc)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, hosts[0][:64])])
+    made = (
+        x509.CertificateBuilder(
+            name, name, key.public_key(), x509.random_serial_number(),
+            now - timedelta(hours=1),  # clocks differ
+            now + timedelta(days=days),
+        )
+        .add_extension(x509.SubjectAlternativeName(list(map(_host, hosts))), critical=False)
+        .add_extension(x509.BasicConstraints(True, 0), critical=True)
+        .sign(key, hashes.SHA256())
     )  # fmt: skip
-    for extension in extensions:
-        builder = builder.add_extension(extension, isinstance(extension, x509.BasicConstraints))
-    return builder.sign(authority, hashes.SHA256())
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return made.public_bytes(Encoding.PEM).decode(), secret.decode()
 
 
 def _host(text: str) -> x509.GeneralName:

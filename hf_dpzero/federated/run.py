@@ -85,22 +85,13 @@ class InProcess:
         """Returns everybody who is not `gone`."""
         return sorted(set(self.names) - self.gone)
 
-    def join(self, name: str, invitation: bytes) -> bytes:
-        """Answers an invitation for a client."""
-        return self.side.join(
-            name, self.names.index(name), self.folder / CLIENTS / name, invitation
-        )
-
     def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> dict[str, bytes | None]:
         """Does what `Transport` says; a client that raises is one that fails, for that round."""
         answers: dict[str, bytes | None] = {}
         for name in sorted(payloads.keys() - self.gone):
+            own = (name, self.names.index(name), self.folder / CLIENTS / name)
             try:
-                if kind == "join":
-                    answers[name] = self.join(name, payloads[name])
-                else:
-                    client = self.side.clients[name]
-                    answers[name] = client.answer(self.side.replica, payloads[name])
+                answers[name] = self.side.answer(kind, payloads[name], *own)
             except (ValueError, OSError) as error:
                 logger.warning("client %s failed: %s", name, error)
         return answers

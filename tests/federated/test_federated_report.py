@@ -141,14 +141,16 @@ def test_who_is_left_out_is_named_on_both_sides(tmp_path, caplog):
     other = side(tmp_path / "other", clip=1.0)
     running = rounds_of(made, server)
 
-    def join(name, raw):
+    answer = made.answer
+
+    def answered(kind, raw, name, *own):
         if name == NAMES[0]:
-            return other.invited("south", 0, tmp_path / "south", raw)
+            return other.answer(kind, raw, "south", 0, tmp_path / "south")
         if name == NAMES[2]:
             raise OSError("no such file")
-        return made.invited(name, 1, client_folder(tmp_path / "server", name), raw)
+        return answer(kind, raw, name, *own)
 
-    running.transport.join = join
+    made.answer = answered
     with caplog.at_level(logging.INFO):
         running.run()
     assert "south does not take part" in caplog.text and "clip: 2.0 there" in caplog.text

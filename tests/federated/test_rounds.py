@@ -185,18 +185,17 @@ def test_a_client_under_another_address_is_let_in_once_the_old_one_is_silent(tmp
     made, server = started(tmp_path, rounds=6)
     rounds = rounds_of(made, server)
     transport = rounds.transport
-    exchange, present, join = transport.exchange, transport.present, transport.join
+    exchange, present = transport.exchange, transport.present
     new, silent, counts = "new-address", set(), []
 
     def carried(kind, payloads):
-        if kind == "round" and new in payloads:
+        if new in payloads:
             payloads = {NAMES[0] if a == new else a: p for a, p in payloads.items()}
             return {new if a == NAMES[0] else a: p for a, p in exchange(kind, payloads).items()}
         return exchange(kind, {a: p for a, p in payloads.items() if a not in silent})
 
     transport.exchange = carried
     transport.present = lambda: [*present(), new] if server.round >= 1 else present()
-    transport.join = lambda address, raw: join(NAMES[0] if address == new else address, raw)
 
     def note(release, count):
         counts.append(count)
