@@ -111,6 +111,7 @@ def peak_bytes(bench: StepBench, phase: str) -> int:
         step_meter.forget_peak(bench.device)
         before = step_meter.peak_bytes(bench.device)
     _two_rounds(bench, phase)
+    gc.collect()  # or what hooks tie together would stand beside the next model
     return step_meter.peak_bytes(bench.device) - before
 
 
