@@ -67,8 +67,9 @@ CHEAP, MANY = 1_000_000, 32
 POSITIONS = 128
 """Tokens of a text, or frames of a sound, that layers below a pooled vector see."""
 
-FORWARD_FROM: float = math.inf
-"""From so many directions on, differences are forward where nothing is chosen."""
+FORWARD_FROM = 4
+"""From so many directions on, differences are forward where nothing is chosen: at equal K they learn as
+much (docs/results.md)."""
 
 FAR, LOST = 10.0, 50.0
 """A given rate that is off by more than `FAR` is spoken of; a script's that is too small by more than
