@@ -43,7 +43,7 @@ def say(line: str) -> None:
 def run(options: argparse.Namespace) -> int:
     """All stages that were asked for; 1 if an item failed or was cut."""
     folder, deadline = Path(options.output_dir), time.time() + options.budget_s
-    if options.dry_run and "sst2" in options.stages:
+    if options.dry_run and set(stages.PACKED) & set(options.stages):
         _tiny_data(options)
     path = folder / "results.json"
     if not options.resume:

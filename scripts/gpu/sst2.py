@@ -44,11 +44,16 @@ SLOTS_FOR_BATCH = 1.25
 
 @dataclass(frozen=True)
 class Arm:
-    """K, the learning rate, and the seconds that it may train."""
+    """K, the learning rate, the seconds that it may train; which differences, and of what.
+
+    LoRA: adapters of rank 8 of queries and values, and the head, in place of all parameters.
+    """
 
     num_directions: int
     learning_rate: float
     seconds: float
+    differences: str = "central"
+    lora: bool = False
 
 
 # DPZero's rate: of 1e-6 to 1e-3, the step along 16 directions (128 rows) after which the loss of 256
@@ -142,8 +147,10 @@ class DPZeroRun:
     def __init__(self, packed: Packed, arm: Arm, noise_multiplier: float, seed: int) -> None:
         self.model, count = packed.model(), arm.num_directions
         batch = packed.facts["batch_size"]
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(True)
+        if arm.lora:
+            _with_adapters(self.model, seed)
+        else:
+            self.model.requires_grad_(True)
         self.space = ParameterSpace.from_model(
             self.model, distribution="rademacher", smoothing=SMOOTHING
         )
@@ -159,7 +166,7 @@ class DPZeroRun:
             num_directions=count,
         )
         differences = FiniteDifferences(
-            self.model, self.space, select_objective(self.model), SMOOTHING
+            self.model, self.space, select_objective(self.model), SMOOTHING, kind=arm.differences
         )
         self.step = ZerothOrderStep(
             mechanism=mechanism, space=self.space, differences=differences,
@@ -175,6 +182,18 @@ class DPZeroRun:
         """The model, with the last update made."""
         self.space.settle_()
         return self.model
+
+
+def _with_adapters(model: SentenceClassifier, seed: int) -> None:
+    """Puts LoRA adapters on the encoder; they and the head train."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model.requires_grad_(False)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        settings = LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value"])
+        inject_adapter_in_model(settings, model)
+    model.classifier.requires_grad_(True)
 
 
 class DrawnRows:

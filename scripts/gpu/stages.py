@@ -17,9 +17,12 @@ STAGES = {
     "steps": "private step over its forward passes, peak memory, K = 1 and 16",
     "profile": "where one step of OPT-13B spends host and device: kernels, launches, Python, waits",
     "rest": "fixed cost, weight decay, float32, offload over PCIe, digests",
+    "differences": "forward and central differences on SST-2, K = 16; needs a packed file",
     "sst2": "SST-2 with all parameters of MiniLM: DPZero, K = 1, 16, 64; needs a packed file",
 }
-UNASKED = [name for name in STAGES if name != "sst2"]
+PACKED = ("differences", "sst2")
+"""Stages that need a packed file."""
+UNASKED = [name for name in STAGES if name not in PACKED]
 """Stages of a run that names none."""
 
 
@@ -29,15 +32,15 @@ def items_of(stage: str, device: str, data: Path, dry_run: bool) -> Iterator[Ite
     Args:
       stage: key of `STAGES`.
       device: torch device.
-      data: the packed file of `sst2`.
+      data: the packed file.
       dry_run: tiny sizes.
     """
     if stage == "kernels":
         return device_tests.items(dry_run)
-    if stage == "sst2":
-        from scripts.gpu import sst2  # loads transformers
+    if stage in PACKED:
+        from scripts.gpu import differences, sst2  # load transformers
 
-        return sst2.items(data, device, dry_run)
+        return (sst2 if stage == "sst2" else differences).items(data, device, dry_run)
     kinds = {"passes": passes, "steps": steps, "profile": profile, "rest": rest}
     items: Iterator[Item] = kinds[stage].items(device, dry_run)
     return items

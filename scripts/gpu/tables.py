@@ -38,7 +38,12 @@ def tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[str], Rows]]:
         heads = ["shape", "batch", "passes", "step / its forwards (quartiles)", "forwards, s",
                  "GiB: inference", "step"]  # fmt: skip
         yield "Steps", heads, [[i, *_step_cells(o)] for i, o in stages["steps"].items()]
-    for stage, title in (("profile", "One step, profiled"), ("rest", "Single figures")):
+    titles = {
+        "profile": "One step, profiled",
+        "rest": "Single figures",
+        "differences": "Differences",
+    }
+    for stage, title in titles.items():
         if stage in stages:
             rows = [[i, *_figures(o)] for i, o in stages[stage].items()]
             yield title, ["", "figures; lists are in results.json"], rows
