@@ -5,13 +5,16 @@ Nothing here is released. What is tried are invented rows, and row 0 for the for
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_dpzero.batches import placement as placing
@@ -37,6 +40,7 @@ from hf_dpzero.objectives.losses import (
     check_per_example,
     comparison_loss,
     evaluation_mode,
+    is_compiled,
     single_pass,
 )
 from hf_dpzero.parallel import collectives
@@ -201,6 +205,29 @@ def choose_passes(run: Run) -> None:
     placement, run.mesh = place_on_mesh(args, model, placement, run.sharded)
     if shapes is not None:
         run.shapes = dataclasses.replace(shapes, placement=placement)
+
+
+@torch.no_grad()
+def compile_passes(run: Run) -> None:
+    """Runs a compiled model once in each shape that its passes are likely to have, on invented rows.
+
+    Others compile when they first come: shapes that are unlikely, that follow from more than width and
+    rows (answers of several lengths), or that no row can be invented in.
+    """
+    shapes, model = run.shapes, run.model
+    if shapes is None or shapes.one_by_one or run.args.first_order or not is_compiled(model):
+        return
+    made, start = invented_rows(run, shapes), time.monotonic()
+    wanted = shapes.placement.shapes_of(run.plan.steps)
+    quiet = run.args.disable_tqdm or not collectives.is_main()
+    with parameters_left_alone(model), evaluation_mode(model):
+        for width, rows in tqdm(wanted, "shapes compiled", disable=quiet):
+            row = made.row(0, width, max(1, width - 2))
+            with contextlib.suppress(*NOT_TAKEN):  # sounds shorter than a convolution, say
+                _losses(run, run.evaluate, forms.stacked([row] * rows))
+    logger.warning(
+        f"compiled passes of {len(wanted)} shapes in {time.monotonic() - start:.0f} s, before step 0."
+    )
 
 
 def _placement(

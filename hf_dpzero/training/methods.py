@@ -99,6 +99,7 @@ def prepare(run: Run) -> None:
     run.shapes = passes.shapes_of(run)
     compile_(model, args, run.shapes is not None, run.resources)
     run_checks(run, "passes")
+    passes.compile_passes(run)
 
 
 def loader_of(run: Run, key: bytes, taken: Callable[[], int]) -> DataLoader[LogicalBatch]:

@@ -56,6 +56,18 @@ def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+class CountGraphs(TrainerCallback):
+    """Notes how many there are when a step begins and ends."""
+
+    def __init__(self, found: list[int]) -> None:
+        self.found = found
+
+    def on_step_begin(self, *args: Any, **settings: Any) -> None:
+        self.found.append(graphs())
+
+    on_step_end = on_step_begin
+
+
 def differences_of(model: Any, smoothing: float = 1e-2, **settings: Any) -> FiniteDifferences:
     space = ParameterSpace.from_model(model, smoothing=smoothing)
     space.snap_()
@@ -222,7 +234,12 @@ def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend
     assert trainer.run.shapes.placement.largest == 2
     widths = {len(m["input_ids"][0]) for m in trainer.run.shapes.microbatches(range(60))}
     assert widths == {16, 32, 48}
+    made_by: list[int] = []
+    trainer.add_callback(CountGraphs(made_by))
     trainer.train()
+    likely = trainer.run.shapes.placement.shapes_of(trainer.run.plan.steps)
+    assert {width for width, _ in likely} >= widths  # all compiled before step 0, and none later
+    assert made_by[0] >= len(likely) and set(made_by) == {made_by[0]}
     made = trainer.run.shapes.microbatches(range(60))
     evaluate = trainer.step.differences.evaluate
     with torch.no_grad():
