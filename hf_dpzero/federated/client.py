@@ -88,9 +88,6 @@ class Replica:
 
         Args:
           releases: of rounds 0, 1, ...; what was applied already must be the same.
-
-        Raises:
-          LedgerError: they are another run's.
         """
         applied = self.run.opened
         # of what both have the last one is enough: ledgers are compared whole where they are kept
@@ -150,9 +147,7 @@ class LocalClient:
     messages can learn of a row. No more than the plan's rounds are released.
 
     Args:
-      name: of the client, as the server knows it.
       folder: where it keeps its ledger and the run's releases; its own.
-      local: its plan.
       contract: that it adopted (`plan.adopt`).
       rows: which rows of the replica's data are its own, int64 [n_i].
       noise: drawn here and nowhere else; default operating-system entropy.
@@ -272,11 +267,7 @@ def check_same_rows(folder: Path, dataset: Dataset, rows: Sequence[int]) -> None
     With `participation: once` round r takes the r-th block of them. In another order, or with other
     rows, a row could come again, which the account of one release does not cover. So a client leaves a
     digest of its rows, made with a secret key, in its own folder. The digest is of up to 10,000 rows,
-    evenly spread: of more, two that changed places may go unnoticed, a shuffle does not. The file in its
-    folder is for its owner alone.
-
-    Raises:
-      PlanError: they are others than before, or in another order; or there is no telling.
+    evenly spread: of more, two that changed places may go unnoticed, a shuffle does not.
     """
     path = folder / ROWS_FILE
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -312,9 +303,6 @@ def check_ceiling(folder: Path, local: LocalPlan, ceiling: float | None) -> None
       folder: of the run; of a run that it knows already, nothing is refused.
       local: the client's plan in it.
       ceiling: epsilon at the plan's delta; None for no run but the first.
-
-    Raises:
-      PlanError: says what all runs together would cost.
     """
     if (folder / RELEASED_NAME).exists() or folder.parent.name != RUNS:
         return

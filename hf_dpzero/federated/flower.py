@@ -138,11 +138,7 @@ class FlowerTransport:
 
 
 def client_of(values: Mapping[str, Any]) -> tuple[str, Path]:
-    """Reads a client's name and its own folder: `name`, and if wanted `output-dir`.
-
-    Raises:
-      ValueError: no name that can be one.
-    """
+    """Reads a client's name and its own folder: `name`, and if wanted `output-dir`."""
     name = str(values.get("name", ""))
     if not NAME.fullmatch(name):
         raise ValueError(
@@ -158,9 +154,6 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
     Args:
       values: `recipe`, and if wanted `overrides` (words), `rounds`, `participation`,
         `sampling-probability`, `max-epsilon`; "" stands for none.
-
-    Raises:
-      ValueError: no recipe, or an entry that is no number.
     """
     if not values.get("recipe"):
         raise ValueError(
@@ -422,11 +415,7 @@ def simulate(
     timeout: float,
     actors: int = 1,
 ) -> None:
-    """Runs server and clients on this machine: clients share `actors` processes of Ray.
-
-    Raises:
-      Exception: whatever `serve` raised.
-    """
+    """Runs server and clients on this machine: clients share `actors` processes of Ray."""
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 

@@ -77,11 +77,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(raw: bytes | None, num_values: int) -> Message:
-    """Takes what came, perhaps nothing, apart; its K numbers are not judged (see `check_values`).
-
-    Raises:
-      MessageError: not the bytes of a message with K values.
-    """
+    """Takes what came, perhaps nothing, apart; its K numbers are not judged (see `check_values`)."""
     if not isinstance(raw, bytes) or len(raw) < _HEAD.size + 4 or raw[:4] != MAGIC:
         size = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
         raise MessageError(f"malformed: {size} that are no message of hf-dpzero (no {MAGIC!r}).")
@@ -123,11 +119,7 @@ def check_contract(theirs: bytes, ours: bytes) -> None:
 
 
 def check_values(values: Sequence[float], bound: float) -> None:
-    """Refuses numbers that no honest client sends.
-
-    Raises:
-      MessageError: not finite, or larger than `bound` (`plan.LocalPlan.largest_value`).
-    """
+    """Refuses numbers that no honest client sends: not finite, or above `LocalPlan.largest_value`."""
     if wrong := sum(not math.isfinite(value) for value in values):
         raise MessageError(f"not finite: {wrong} of the values.")
     if (largest := max(map(abs, values))) > bound:
@@ -143,11 +135,7 @@ def pack_json(values: Mapping[str, Any]) -> bytes:
 
 
 def unpack_json(raw: bytes | None) -> dict[str, Any]:
-    """Reads a message of joining.
-
-    Raises:
-      MessageError: not a JSON object.
-    """
+    """Reads a message of joining, a JSON object."""
     try:
         values = json.loads(raw or b"")
     except (TypeError, ValueError, RecursionError) as error:
@@ -188,11 +176,7 @@ class MessageLog:
         self.messages = _messages(self._file)
 
     def append(self, number: int, client: int, values: Sequence[float]) -> None:
-        """Adds a message; on return it is on disk.
-
-        Raises:
-          LedgerError: that client has a message for that round; or as `Trajectory.append`.
-        """
+        """Adds a client's only message for a round; on return it is on disk."""
         if (number, client) in self.messages:
             raise LedgerError(
                 f"{self._file.path} has a message of client {client} for round {number}."
@@ -207,11 +191,7 @@ class MessageLog:
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], Messages]:
-    """Reads a log's header and whole messages, also while another process writes.
-
-    Raises:
-      LedgerError: it is damaged.
-    """
+    """Reads a log's header and whole messages, also while another process writes."""
     file, _ = Trajectory._parse(path.read_bytes(), path)
     return file.header, _messages(file)
 

@@ -197,11 +197,7 @@ class LocalPlan:
 
 
 def check_settings(config: DPZeroConfig) -> None:
-    """Refuses settings that rounds of many clients have no accounting for.
-
-    Raises:
-      PlanError: names the setting and what to do instead.
-    """
+    """Refuses settings that rounds of many clients have no accounting for."""
     for name, (allowed, why) in _ALLOWED.items():
         if (value := operator.attrgetter(name)(config)) not in allowed:
             raise PlanError(f"{name}={value!r}: {why}.")
@@ -226,13 +222,9 @@ def local_plan(
       config: of the recipe; max_steps is R, target_epsilon or noise_multiplier are each client's own.
       num_examples: n_i.
       sampling_probability: q, the same on every client; its expected batch is q n_i.
-      participation: see the module.
 
     Returns:
       The plan, calibrated if the recipe has a target.
-
-    Raises:
-      PlanError: no rows, too few of them, or settings without accounting.
     """
     check_settings(config)
     if participation not in PARTICIPATIONS:
@@ -287,9 +279,6 @@ def check_probability(config: DPZeroConfig, offered: float | None, own: float) -
       offered: q of the server's contract, whatever JSON had there.
       own: q of the client's settings; above 1 it counts as 1.
 
-    Returns:
-      q.
-
     Raises:
       PlanError: no number in (0, 1], more than the client's own where its noise is fixed, or so small
         that delta alone would pay for rows that are published without noise.
@@ -315,17 +304,10 @@ def check_probability(config: DPZeroConfig, offered: float | None, own: float) -
 
 
 def check_clip(offered: object) -> float:
-    """Returns a server's clip; noise is proportional to it, so that epsilon is the same with any.
-
-    Raises:
-      PlanError: no number, or below the clips that the client's model was checked for.
-    """
+    """Returns a server's clip, if the client's model was checked for it; epsilon follows no clip."""
     if not isinstance(offered, float) or not SMALLEST_CLIP <= offered <= MAX_CLIP:
         raise PlanError(f"the server's clip={offered!r} is no number from {SMALLEST_CLIP:g} on.")
     return offered
-
-
-# ------------------------------------------------------------------ the contract
 
 
 def contract_digest(contract: Mapping[str, Any]) -> bytes:
@@ -336,14 +318,10 @@ def contract_digest(contract: Mapping[str, Any]) -> bytes:
 
 
 def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the contract that a client goes by: the server's, if it agrees with the client's own.
-
-    Args:
-      own: as the client's recipe describes it.
-      offered: the server's.
+    """Returns the contract that a client goes by: the server's.
 
     Raises:
-      ContractError: they differ in more than `CHOSEN_BY_SERVER`.
+      ContractError: it and the client's own differ in more than `CHOSEN_BY_SERVER`.
     """
     mine, theirs = (_compared(side, but=CHOSEN_BY_SERVER) for side in (own, offered))
     if mine != theirs:
@@ -364,11 +342,7 @@ def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_plan(contract: Mapping[str, Any], local: LocalPlan) -> None:
-    """Refuses a client whose declared plan is not the contract's.
-
-    Raises:
-      ContractError: names what differs.
-    """
+    """Refuses a client whose declared plan is not the contract's."""
     mechanism, sampler = local.mechanism, local.plan.sampler
     common = {"num_directions": contract["num_directions"], "method": "dpzero"}
     common |= contract["federated"]

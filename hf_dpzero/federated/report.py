@@ -179,7 +179,6 @@ def save_costliest(
     Args:
       server: its last round is closed.
       config: of the recipe; its target_epsilon is the client's, or None.
-      report: of `federated_report`.
       base: the report's `base_weights` and `earlier_runs`.
     """
     costs = []
@@ -278,13 +277,7 @@ def together(runs: Sequence[tuple[LocalPlan, int]], delta: float) -> float:
 
 
 def spent(folder: str | Path) -> str:
-    """Says what a client has spent, by the ledgers in its folder: a line for each run, and for all.
-
-    Raises:
-      FileNotFoundError: the client has joined no run in this folder.
-      LedgerError: a ledger is damaged.
-      PlanError: see `together`.
-    """
+    """Says what a client has spent, by the ledgers in its folder: a line for each run, and for all."""
     runs = served(Path(folder))
     if not runs:
         raise FileNotFoundError(

@@ -53,11 +53,7 @@ class Transport(Protocol):
         ...
 
     def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> Mapping[str, bytes | None]:
-        """Sends a payload to each address; returns the answers that came in time.
-
-        Args:
-          kind: "join" or "round".
-          payloads: by address.
+        """Sends payloads, all of a kind ("join" or "round"), by address.
 
         Returns:
           Answers by address, not checked; who failed or was too slow is missing.
@@ -66,15 +62,9 @@ class Transport(Protocol):
 
 
 class InProcess:
-    """Clients in this process, on the server's replica: the same mechanism without a network.
+    """Clients in this process, on the server's started side: the same mechanism without a network.
 
-    Args:
-      side: of the server, started.
-      folder: the run's.
-      names: of the clients, also their addresses; the i-th has shard i.
-
-    Attributes:
-      gone: names that cannot be reached.
+    Their names are also their addresses, and the i-th has shard i; those in `gone` cannot be reached.
     """
 
     def __init__(self, side: Side, folder: Path, names: Sequence[str]) -> None:
@@ -102,7 +92,6 @@ class Rounds:
 
     Args:
       server: with its ledgers open.
-      transport: to the clients.
       learning_rates: returns alpha_r of every round; called once, after the first answers.
       min_clients: so many must be present before a round is asked for.
       patience: seconds to wait for them.
@@ -160,11 +149,7 @@ class Rounds:
                 on_round(release, count)
 
     def gather(self) -> None:
-        """Invites until enough clients are there.
-
-        Raises:
-          LedgerError: they were not in time.
-        """
+        """Invites until enough clients are there in time."""
         deadline = time.monotonic() + self.patience
         while True:
             self._invite()
@@ -292,15 +277,9 @@ def learning_rates(
 def chosen_rate(
     plans: Sequence[LocalPlan], schedule: SchedulerType | str, slope: float | None = None
 ) -> float | None:
-    """Returns the rate of `settings.defaults` for the mean of clients with these plans.
+    """Returns the rate of `rate_of_noise`, alpha > 0, for the mean of clients with these plans.
 
-    Args:
-      plans: of the clients that take part in a round, one clip for all.
-      schedule: `lr_scheduler_type`.
-      slope: see `rate_of_noise`.
-
-    Returns:
-      alpha > 0; None if no client adds noise.
+    All have one clip; None if none adds noise.
     """
     mechanisms = [local.mechanism for local in plans]
     pairs = list(zip(shares(plans), mechanisms, strict=True))
@@ -319,12 +298,7 @@ def chosen_rate(
 
 
 class ServerRun:
-    """The server's side of a run: rounds, evaluations, report and weights.
-
-    Args:
-      side: built from the recipe.
-      folder: output_dir.
-      resume: continue from its ledgers.
+    """The server's side of a run in its output_dir: rounds, evaluations, report and weights.
 
     Raises:
       ValueError: weights that were trained before, and that nobody declared public.
@@ -345,12 +319,7 @@ class ServerRun:
         self.rounds: Rounds | None = None
 
     def run(self, transport: Transport, *, min_clients: int = 1, patience: float = 60.0) -> None:
-        """Takes the rounds that are left and writes everything; after a failure, the report alone.
-
-        Args:
-          transport: to the clients.
-          min_clients, patience: see `Rounds`.
-        """
+        """Takes the rounds that are left and writes everything; after a failure, the report alone."""
         members = self.server.members.values()
         slope = CLIPPED_FROM * (self.server.trajectory.header["median_norm"] or 0.0)
         self.rounds = Rounds(
@@ -424,11 +393,6 @@ class ServerRun:
 
 def run_in_process(settings: Settings, folder: Path, *, resume: bool = False) -> dict[str, Any]:
     """Runs server and clients in one process: the same messages and ledgers, without a network.
-
-    Args:
-      settings: of the run.
-      folder: output_dir.
-      resume: continue from its ledgers.
 
     Returns:
       The report (see `federated_report`), and under "left_out" who was there and took no part.

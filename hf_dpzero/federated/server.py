@@ -47,10 +47,8 @@ class Member:
     """A client that joined.
 
     Attributes:
-      name: how it calls itself; one each.
       index: its number in `messages.ledger`.
-      local: the plan that it declared.
-      noise_source: where it says its noise comes from.
+      local, noise_source: as it declared them.
       joined: the first round it could take part in.
       known: rounds whose release it has, as far as the server knows.
       unsure: its last message went unanswered, or it came back: `known` is a guess.
@@ -179,7 +177,6 @@ class RoundServer:
 
         Args:
           name: who sent it, as the transport knows.
-          raw: the payload.
 
         Returns:
           True if its values count; False if it is to be asked again with the releases that it lacks, or
@@ -233,11 +230,7 @@ class RoundServer:
         return True
 
     def close_round(self, learning_rate: float) -> Release:
-        """Makes the round's update of what was taken; it is on disk on return.
-
-        Raises:
-          LedgerError: nothing was taken.
-        """
+        """Makes the round's update of what was taken; it is on disk on return."""
         if not self.taken:
             raise LedgerError(f"round {self.round} has no values: no client answered it.")
         sizes = weights({name: self.members[name].local for name in self.taken})
@@ -283,12 +276,7 @@ def weights(plans: Mapping[str, LocalPlan]) -> dict[str, float]:
 
 
 def _check_declared(contract: Mapping[str, Any], local: LocalPlan) -> None:
-    """Refuses what `check_plan` does, and a plan that the report could not account for.
-
-    Raises:
-      ContractError: see `check_plan`.
-      MessageError: entries of wrong kinds, or out of range.
-    """
+    """Refuses what `check_plan` does, and a plan that the report could not account for."""
     sizes = (local.num_examples, local.rounds)
     try:
         # a stranger wrote it: JSON holds any number, and 1e400 reads as infinity

@@ -87,11 +87,7 @@ class Settings:
     partition: str | None = None
 
     def load(self, output_dir: str | Path) -> Recipe:
-        """Loads the recipe, R in it, and checks it.
-
-        Raises:
-          ValueError: settings that federated runs have no accounting for.
-        """
+        """Loads the recipe, R in it, and refuses settings that federated runs have no accounting for."""
         words = [*self.overrides, "--output_dir", str(output_dir)]
         if self.rounds is not None:
             words += ["--max_steps", str(self.rounds)]
@@ -106,9 +102,6 @@ class Settings:
 
 def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
     """Returns the rows of a client, int64, increasing: every n-th, so that sizes differ by one at most.
-
-    Raises:
-      PlanError: more clients than rows, which leaves some without any.
 
     >>> shard(7, 3, 1).tolist()
     [1, 4]
@@ -129,11 +122,7 @@ def run_of(kind: str, payload: bytes) -> str:
 
 
 def check_folder(folder: Path, clients: int, *, resume: bool) -> None:
-    """Refuses a simulation's folder in which it cannot start or go on, before anything is loaded.
-
-    Raises:
-      LedgerError: says what is in the folder.
-    """
+    """Refuses a simulation's folder in which it cannot start or go on, before anything is loaded."""
     there, members = (folder / LEDGER_NAME).is_file(), folder / MEMBERS_NAME
     if there and not resume:
         raise LedgerError(
@@ -162,10 +151,6 @@ def partitioned(labels: Sequence[int], clients: int, partition: str, seed: int) 
     """Returns each client's rows as `flwr_datasets` deals them by label, int64, increasing.
 
     Their numbers follow from the labels, and reports name them: for studies on public rows.
-
-    Raises:
-      PlanError: another partition than one of `PARTITIONERS`, or one that Flower refuses.
-      ImportError: `flwr_datasets` is not installed.
     """
     name, _, number = partition.partition(":")
     try:
@@ -197,8 +182,6 @@ class Side:
     """One process of a run: a replica, and what makes its contract and its clients' plans.
 
     Attributes:
-      settings: of the run.
-      recipe: loaded.
       replica: on the recipe's rows that are on this machine.
       contract: None until a server offered one, or this side made one.
       clients: of this process that joined, by name.
@@ -214,11 +197,7 @@ class Side:
 
     @classmethod
     def build(cls, settings: Settings, output_dir: str | Path) -> Side:
-        """Builds the recipe's trainer with passes as large as a client's batches.
-
-        Raises:
-          ValueError, OSError, ImportError: whatever recipe, model, data or checks refuse.
-        """
+        """Builds the recipe's trainer with passes as large as a client's batches."""
         recipe = settings.load(output_dir)
         args = copy.copy(recipe.training)
         if args.expected_batch_size is not None:
@@ -312,17 +291,12 @@ class Side:
             )
         return self.plans[key]
 
-    # ------------------------------------------------------------------ clients
-
     def join(self, name: str, client: int, folder: Path, invitation: bytes | None) -> bytes:
-        """Answers an invitation for a client of this process, and makes the client.
+        """Answers an invitation with the plan of a client of this process, and makes the client.
 
         Args:
           name, client, folder: its name, its number among those of the recipe's rows, its own folder.
           invitation: `RoundServer.invitation`.
-
-        Returns:
-          Its plan, for `RoundServer.join`; the first client of a process follows the contract.
 
         Raises:
           ContractError: the server's run is not this recipe's.
@@ -338,10 +312,12 @@ class Side:
             }
         )
 
-    def invited(self, name: str, client: int, folder: Path, invitation: bytes | None) -> bytes:
-        """Does what `join` does; a client that cannot take part says why, and quotes no row."""
+    def answer(self, kind: str, payload: bytes, name: str, client: int, folder: Path) -> bytes:
+        """Answers a message, "join" or "round"; who cannot take part says why, and quotes no row."""
+        if kind != "join":
+            return self.client(name, client, folder).answer(self.replica, payload)
         try:
-            answer = self.join(name, client, folder, invitation)
+            answer = self.join(name, client, folder, payload)
         except (ContractError, PlanError) as error:
             logger.warning("%s does not take part: %s", name, error)
             return pack_json({"declined": str(error)})
@@ -355,18 +331,8 @@ class Side:
         )
         return answer
 
-    def answer(self, kind: str, payload: bytes, name: str, client: int, folder: Path) -> bytes:
-        """Answers a message, "join" or "round", for a client of this process."""
-        if kind == "join":
-            return self.invited(name, client, folder, payload)
-        return self.client(name, client, folder).answer(self.replica, payload)
-
     def client(self, name: str, client: int, folder: Path) -> LocalClient:
-        """Returns a client that joined, perhaps in another process, which left the contract.
-
-        Raises:
-          LedgerError: it did not join.
-        """
+        """Returns a client that joined, perhaps in another process, which left the contract."""
         if name in self.clients:
             return self.clients[name]
         ledger = folder / LEDGER_NAME
@@ -422,8 +388,6 @@ class Side:
             )
         return check_probability(config, offered, self.probability())
 
-    # ------------------------------------------------------------------ the server
-
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
         """Opens the run's ledgers; the replica follows them.
 
@@ -436,8 +400,13 @@ class Side:
             ledger = folder / LEDGER_NAME
             self._check_same_shards(folder)
             header, _ = split_header(ledger.read_bytes(), ledger)
-            contract["direction_key"] = header["direction_key"]
-            contract["median_norm"], clip = header.get("median_norm"), header["federated"]["clip"]
+            if "median_norm" not in header:
+                raise LedgerError(
+                    f"{ledger} is of an earlier version, whose clip and rates came from no median_norm: "
+                    "resume with that version, or take another --output_dir."
+                )
+            contract |= {name: header[name] for name in ("direction_key", "median_norm")}
+            clip = header["federated"]["clip"]
         else:
             self.replica.follow(contract)
             contract["median_norm"], clip = self._measured()
@@ -453,11 +422,7 @@ class Side:
         return server
 
     def _measured(self) -> tuple[float | None, float]:
-        """Returns the median norm of public rows' differences, or None, and a clip that follows from it.
-
-        Raises:
-          PlanError: nothing that it could follow from, and none is given.
-        """
+        """Returns the median norm of public rows' differences, or None, and the clip from it."""
         norms = self.replica.public_norms()
         median = None if norms is None else float(norms.median())
         clip, given = CLIPPED_FROM * (median or 0.0), not self.recipe.training.clip_left_out

@@ -402,6 +402,16 @@ def test_a_clip_that_is_left_out_follows_from_public_rows_and_is_the_same_for_al
     assert other.replica.run.plan.smallest_clip == SMALLEST_CLIP  # what it was checked for
 
 
+def test_a_folder_of_a_version_that_measured_no_norm_is_not_resumed(tmp_path):
+    made, server = started(tmp_path)
+    server.close()
+    header = {k: v for k, v in server.trajectory.header.items() if k != "median_norm"}
+    (tmp_path / LEDGER_NAME).unlink()
+    Trajectory.create(tmp_path / LEDGER_NAME, header).close()
+    with pytest.raises(LedgerError, match="no median_norm: resume with that version"):
+        made.start_server(tmp_path, resume=True)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_public_rows_whose_losses_are_not_finite_choose_no_clip(tmp_path, bad):
     made = side(tmp_path, **LEFT_OUT)
