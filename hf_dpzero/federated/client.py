@@ -60,9 +60,6 @@ class Replica:
     The server keeps one to evaluate, every client process one to take part. All that a private run is
     checked for (one loss an example that depends on no other, fixed shapes, a smoke test of the forward
     passes) is checked here by the trainer's own code, before the first round.
-
-    Args:
-      trainer: of the recipe, on its base weights.
     """
 
     def __init__(self, trainer: DPZeroTrainer) -> None:
@@ -101,10 +98,7 @@ class Replica:
             apply_release(self.method.space, applied, release)
 
     def differences(self, indices: Sequence[int]) -> Tensor:
-        """Measures rows along this round's K directions; leaves the weights as they were.
-
-        Args:
-          indices: rows of the trainer's data, perhaps none.
+        """Measures rows of the trainer's data along this round's K directions; the weights stay.
 
         Returns:
           Private: float64 [B, K], neither clipped nor noised.

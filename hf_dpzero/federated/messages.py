@@ -49,7 +49,6 @@ class Message(NamedTuple):
     Attributes:
       kind: `ASK`, `VALUES`, `BEHIND` (round is the first one whose release the client lacks) or
         `NOTHING` (the client releases nothing in this round).
-      round: the round it is about.
       contract: first 16 bytes of the contract's SHA-256.
       releases: of an ask, those before `round`, oldest first.
       values: of `VALUES`, K floats, not checked.
@@ -159,7 +158,6 @@ class MessageLog:
     2^24. Rounds may be missing: a client that was away released nothing.
 
     Args:
-      path: of the file.
       header: what the messages belong to; JSON-safe. One that exists must have the same.
       num_values: K.
 

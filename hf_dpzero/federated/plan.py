@@ -94,14 +94,8 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
     ),
     "group_robust.column": ((None,), "clients do not know each other's groups; leave it out"),
     "extends_run": ((None,), "clients keep ledgers of their own and extend no run; leave it out"),
-    "testing.sampler_key": (
-        (None,),
-        "each client draws its own, which nobody may know; leave it out",
-    ),
-    "testing.log_private_diagnostics": (
-        (False,),
-        "un-noised statistics stay on the client; leave it out",
-    ),
+    "testing.sampler_key": ((None,), "each client draws its own, known to nobody; leave it out"),
+    "testing.log_private_diagnostics": ((False,), "they stay on the client; leave it out"),
 }
 """By setting: the values that rounds of many clients have an account for, and why no others."""
 
@@ -125,8 +119,6 @@ class LocalPlan:
       plan: the releases that one row may be part of: all rounds (`sampled`), or one (`once`).
       num_examples: n_i, the client's rows; public.
       rounds: R, at most so many releases.
-      participation: see the module.
-      delta: at which epsilon is stated.
     """
 
     plan: PrivacyPlan

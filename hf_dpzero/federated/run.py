@@ -127,13 +127,10 @@ class Rounds:
         ]
 
     def run(self, on_round: Callable[[Release, int], None] | None = None) -> None:
-        """Takes the rounds that are left.
+        """Takes the rounds that are left; `on_round` gets each release, and how many clients are in it.
 
         Clients that are slow, gone or refused are left out of a round; who comes later joins at the next
         one and is sent the releases so far.
-
-        Args:
-          on_round: called after each round with its release and the number of clients in it.
 
         Raises:
           LedgerError: too few clients, or none that answers; the folder can be resumed.
@@ -243,7 +240,6 @@ def learning_rates(
     """Returns alpha_r of every round, by the recipe's scheduler.
 
     Args:
-      config: of the recipe.
       plans: of the clients from whose noise a rate is chosen that the recipe leaves out.
       slope: see `rate_of_noise`.
     """
@@ -286,10 +282,7 @@ def chosen_rate(
     noise = math.sqrt(math.fsum((share * m.noise_multiplier) ** 2 for share, m in pairs))
     if not noise:
         return None
-    clip, expected = (
-        mechanisms[0].clip,
-        math.fsum(share * m.expected_batch_size for share, m in pairs),
-    )
+    clip, expected = mechanisms[0].clip, math.fsum(a * m.expected_batch_size for a, m in pairs)
     summed = clip * noise / expected * math.sqrt(plans[0].rounds)
     return rate_of_noise(summed, clip, mechanisms[0].num_directions, schedule, slope)
 

@@ -75,7 +75,6 @@ class RoundServer:
     any client hears of it: a server that is killed continues from its folder (`resume`).
 
     Args:
-      folder: of the run.
       contract: with a direction key (`setup.Side.start_server`).
       resume: continue from the folder's ledgers, which must be of this contract.
 
