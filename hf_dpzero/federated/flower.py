@@ -100,10 +100,7 @@ def unwrapped(message: Message) -> tuple[str, bytes | None]:
 
 
 class FlowerTransport:
-    """A `run.Transport` over Flower's grid: addresses are node ids.
-
-    After `timeout` seconds the answers of a round are not taken any more.
-    """
+    """A `run.Transport` over Flower's grid: addresses are node ids; a round ends after `timeout` s."""
 
     def __init__(self, grid: Grid, timeout: float) -> None:
         self.grid = grid
@@ -246,10 +243,7 @@ def _start(folder: Path, text: str) -> subprocess.Popen[bytes]:
 
 
 def serve(folder: Path, text: str) -> None:
-    """Answers one message after the other, until another process takes its place.
-
-    `text` is the client's `--node-config` as JSON.
-    """
+    """Answers messages by a `--node-config` (JSON), until another process takes its place."""
     key, answers = secrets.token_bytes(32), _Answers(folder, json.loads(text))
     # the key keeps out whoever reaches the socket and cannot read the owner's file
     with Listener(authkey=key) as listener:
