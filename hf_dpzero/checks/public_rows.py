@@ -117,7 +117,7 @@ def check_finite(run: Run) -> None:
 
 
 def check_differences(run: Run, differences: FiniteDifferences) -> None:
-    """Refuses a run in which no public row's loss differs between theta + lambda u and theta - lambda u.
+    """Refuses a run in which no public row's loss differs between the ends of a difference.
 
     A loss that counts right answers is judged by its `comparison_loss`, which every forward pass
     moves. Rows that the loss does not take are not judged.
@@ -147,7 +147,7 @@ def judge_differences(plus: Tensor, minus: Tensor, smoothing: float) -> None:
     """Refuses losses that do not change, and warns of changes that are mostly rounding.
 
     Args:
-      plus, minus: float32 losses at theta + lambda u and theta - lambda u, of one shape.
+      plus, minus: float32 losses at the ends of a difference, of one shape.
       smoothing: lambda.
 
     Raises:

@@ -105,21 +105,23 @@ def measure(
       draws: directions to average over; they depend on nothing and are not those of any step.
 
     Returns:
-      the diagnostic; the parameters stand at theta again, bit for bit, also after an exception.
+      the diagnostic, of central differences whatever the run's are; the parameters stand at theta again, bit for bit, also after an exception.
 
     Raises:
       ValueError: no example has a finite loss.
     """
-    smoothing = differences.smoothing
+    smoothing, forward = differences.smoothing, differences.forward
     whole, third = list[Tensor](), list[Tensor]()
     try:
+        # central: u'Hu, which forward ones hold, would be taken for rounding
+        differences.forward = False
         for draw in range(draws):
             direction = Direction(_SEED, draw, 0)
             for half_differences, size in ((whole, smoothing), (third, smoothing / 3.0)):
                 differences.smoothing = size
                 half_differences.append(differences(public, [direction])[:, 0] * size)
     finally:
-        differences.smoothing = smoothing
+        differences.smoothing, differences.forward = smoothing, forward
         differences.space.settle_()
     return _diagnose(torch.stack(whole), torch.stack(third), dtype, smoothing)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -300,10 +301,12 @@ def check_ceiling(folder: Path, local: LocalPlan, ceiling: float | None) -> None
     """
     if (folder / RELEASED_NAME).exists() or folder.parent.name != RUNS:
         return
-    before = [run.local for run in served(folder.parent.parent)]
+    before = served(folder.parent.parent)
     if not before and ceiling is None:
         return
-    total = together([(plan, plan.rounds) for plan in (*before, local)], local.delta)
+    plans = [*(run.local for run in before), local]
+    total = together([(plan, plan.rounds) for plan in plans], local.delta)
+    total = total if all(run.private for run in before) else math.inf
     if ceiling is None or not total <= ceiling:  # NaN allows nothing
         most = (
             "no max-epsilon says how much they may" if ceiling is None else f"{ceiling:g} at most"

@@ -118,7 +118,7 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
         model(**model_inputs(model, batch))
     # as `StepBench`: one direction, AdamW on dense per-example gradients
     args = SimpleNamespace(
-        chosen=(), num_directions=1, method="dp-adamw",
+        chosen=(), num_directions=1, differences="central", method="dp-adamw",
         performance=Performance(perturbation_strategy=asked.strategy, per_example_gradients="dense"),
         not_private=False, clipping="fixed", bf16=False,
     )  # fmt: skip

@@ -7,12 +7,13 @@ import itertools
 import pytest
 import torch
 from estimator_bench import SMOOTHING, VOCABULARY, Bench, bits, same, seeded, token_batch, us
-from tiny_runs import build, config, tiny_model, weights
+from tiny_runs import build, config, stopping, tiny_model, weights
 from torch import nn
 from whole_directions import direction_vector
 
 from hf_dpzero.checks.passes import smallest_clip_and_scale
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, passes_of
+from hf_dpzero.estimators.precision_diagnostics import measure
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.parallel.mesh import direction_shares
@@ -71,7 +72,7 @@ def test_stacked_copies_agree_to_rounding_in_groups_too(bench, batches, monkeypa
         monkeypatch.setattr("hf_dpzero.estimators.stacked.STACK_BYTES", held)
         estimate = forward(bench, "stacked")
         found = estimate.losses(batches, us(K))
-        assert estimate.stack.directions_at_once == 1 if held == 1 else K
+        assert (estimate.stack.directions_at_once == 1) == (held == 1)
         torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-5, atol=0)
 
 
@@ -141,6 +142,20 @@ def test_the_allowance_for_places_counts_both_losses(tmp_path):
         run = build(tmp_path / kind, num_directions=4, differences=kind).run
         scales[kind] = smallest_clip_and_scale(run)
     assert scales["forward"] == (scales["central"][0], 2 * scales["central"][1])
+
+
+def test_a_run_does_not_go_on_with_the_other_kind(tmp_path):
+    own = {"num_directions": 4, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    build(tmp_path, differences="forward", **own, trainer_settings=stopping(2)).train()
+    with pytest.raises(ValueError, match="differences"):
+        build(tmp_path, differences="central", **own).train(resume_from_checkpoint=True)
+
+
+def test_rounding_is_judged_by_central_differences(bench, batches):
+    """Curvature is none of it: half of u'Hu lambda would be, of forward differences."""
+    central = measure(bench.estimator("whole_model"), batches, "float32")
+    estimate = forward(bench, "whole_model")
+    assert measure(estimate, batches, "float32") == central and estimate.forward
 
 
 def test_one_direction_is_refused(tmp_path):
