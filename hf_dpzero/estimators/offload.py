@@ -258,7 +258,6 @@ def _copied(sources: Sequence[Tensor], device: torch.device) -> Copies:
             _side_streams[device] = torch.cuda.Stream(device)
         stream = _side_streams[device]
         with torch.cuda.stream(stream):  # pinned memory is kept until the stream has read it
-            # a home that is pinned already is itself
             pinned = [s.pin_memory() if s.device.type == "cpu" else s for s in sources]
             copies = [s.to(device, non_blocking=True) for s in pinned]
             return copies, stream.record_event()

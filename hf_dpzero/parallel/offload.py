@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_dpzero.batches.placement import free_bytes
 from hf_dpzero.estimators.offload import (
     Prefetched,
     Prefetcher,
@@ -298,28 +297,6 @@ def in_own_file(values: Tensor, folder: str, dtype: torch.dtype | None = None) -
     return copy.view(values.shape)
 
 
-def pin_homes_(model: nn.Module) -> None:
-    """Pins the CPU memory that weights come to a GPU from, where there is room: once, not in each pass.
-
-    Args:
-      model: settled; before anything holds on to the storage of its weights.
-    """
-    away = (p for p in map(prefetched_of, model.modules()) if p and p.device.type == "cuda")
-    homes = {id(t): t for prefetched in away for t in prefetched.tensors() if _may_be_pinned(t)}
-    # torch's allocator takes powers of two, and what is copied may be kept by whoever loaded it
-    needed = sum(1 << t.nbytes.bit_length() for t in homes.values())
-    if 2 * needed > free_bytes(torch.device("cpu")):
-        return
-    with contextlib.suppress(RuntimeError):  # no more may be locked: each pass pins the others
-        for tensor in homes.values():
-            tensor.data = tensor.data.pin_memory()
-
-
-def _may_be_pinned(tensor: Tensor) -> bool:
-    in_file = _FOLDER in vars(tensor) or tensor.untyped_storage().filename is not None
-    return tensor.device.type == "cpu" and not in_file and not tensor.is_pinned()
-
-
 def _remove(path: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path)
@@ -328,7 +305,7 @@ def _remove(path: str) -> None:
 def check_offload(model: nn.Module, args: DPZeroConfig) -> None:
     """Refuses offloaded weights in a method that cannot follow them.
 
-    Gives trained ones on disk files of their own, and pins the others where a GPU computes.
+    Gives trained ones on disk files of their own.
 
     Args:
       model: settled, after what trains was chosen.
@@ -358,4 +335,3 @@ def check_offload(model: nn.Module, args: DPZeroConfig) -> None:
             "each layer. Turn torch_compile off, or load the model without offload."
         )
     own_trained_files(model)
-    pin_homes_(model)

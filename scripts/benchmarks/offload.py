@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.offload import prefetched_of, prefetcher_of
 from hf_dpzero.objectives.heads import select_objective
-from hf_dpzero.parallel.offload import own_trained_files, pin_homes_, settle_offloaded
+from hf_dpzero.parallel.offload import own_trained_files, settle_offloaded
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from scripts.benchmarks.clock import interleaved
@@ -85,7 +85,6 @@ def _placed(where: str, settings: argparse.Namespace, folder: str) -> nn.Module:
         accelerate.disk_offload(model, folder, torch.device(settings.device))
     settle_offloaded(model)
     own_trained_files(model)
-    pin_homes_(model)
     return model
 
 

@@ -19,7 +19,7 @@ from hf_dpzero.estimators.choose_strategy import choose_strategy
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
 from hf_dpzero.estimators.offload import living_elsewhere, prefetched_of, prefetcher_of
-from hf_dpzero.parallel.offload import own_trained_files, pin_homes_, settle_offloaded
+from hf_dpzero.parallel.offload import own_trained_files, settle_offloaded
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 
 
@@ -201,40 +201,6 @@ def test_a_copy_of_the_model_has_weights_of_its_own(tmp_path):
     assert float(model.outer.weight.detach().abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("room", ["enough", "until the third", "none"])
-def test_each_home_in_memory_is_pinned_once_and_none_in_a_file(monkeypatch, tmp_path, room):
-    """Two runs of one model; where no more may be locked, passes pin what is left."""
-    pinned: list[int] = []
-
-    def pin(tensor: Tensor) -> Tensor:
-        if room == "until the third" and len(pinned) == 2:
-            raise RuntimeError("CUDA error: out of memory")
-        copied = tensor.clone()
-        pinned.append(copied.data_ptr())
-        return copied
-
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor.data_ptr() in pinned)
-    if room == "none":
-        monkeypatch.setattr("hf_dpzero.parallel.offload.free_bytes", lambda device: 10)
-    here, task = transformer("bert")
-    models = [offloaded(transformer("bert")[0], tmp_path, where) for where in ("cpu", "disk")]
-    for model in models:
-        modules = [m for m in map(prefetched_of, model.modules()) if m is not None]
-        for away in (True, False):
-            for module in modules:
-                module.device = torch.device("cuda", 0) if away else torch.device("cpu")
-            pin_homes_(model)
-            pin_homes_(model)
-    expected = {"enough": len(list(here.parameters())), "until the third": 2, "none": 0}
-    assert sum(p.data_ptr() in pinned for p in models[0].parameters()) == expected[room]
-    assert not any(p.data_ptr() in pinned for p in models[1].parameters())
-    buffers = len(list(here.buffers()))
-    assert expected[room] <= len(pinned) <= expected[room] + buffers * (room == "enough")
-    found = [Bench(m).estimator("layerwise")(microbatches(task), us(1)) for m in (here, models[0])]
-    assert torch.equal(*found)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -246,8 +212,6 @@ def test_on_cuda_the_bits_are_those_of_a_model_on_cuda(tmp_path, dtype):
     away = transformer("opt")[0].to(dtype)
     accelerate.cpu_offload(away, execution_device=torch.device("cuda", 0))
     settle_offloaded(away)
-    pin_homes_(away)
-    assert all(p.is_pinned() for p in away.parameters())
     there = Bench(away)
     for step in range(20):
         found = [b.estimator("layerwise")(batches, us(2, step)) for b in (plain, there)]
