@@ -105,7 +105,8 @@ def measure(
       draws: directions to average over; they depend on nothing and are not those of any step.
 
     Returns:
-      the diagnostic, of central differences whatever the run's are; the parameters stand at theta again, bit for bit, also after an exception.
+      the diagnostic, of central differences whatever the run's are; the parameters stand at theta
+      again, bit for bit, also after an exception.
 
     Raises:
       ValueError: no example has a finite loss.

@@ -67,9 +67,9 @@ CHEAP, MANY = 1_000_000, 32
 POSITIONS = 128
 """Tokens of a text, or frames of a sound, that layers below a pooled vector see."""
 
-FORWARD_FROM = 4
-"""From so many directions on, differences are forward where nothing is chosen: at equal K they learn as
-much (docs/results.md)."""
+FORWARD_FROM, FORWARD_SMOOTHING = 4, 1e-3
+"""From so many directions on, and up to such a smoothing, differences are forward where nothing is said:
+at equal K they learn as much there; at 1e-2 a head lost a point (docs/results.md)."""
 
 FAR, LOST = 10.0, 50.0
 """A given rate that is off by more than `FAR` is spoken of; a script's that is too small by more than
@@ -155,8 +155,8 @@ def resolve(config: DPZeroConfig, model: nn.Module) -> DPZeroConfig:
 
 def differences_for(config: DPZeroConfig, directions: int) -> str:
     """Returns the kind of differences as given; else by K, for forward ones take K + 1 passes of 2 K."""
-    chosen = "forward" if directions >= FORWARD_FROM else "central"
-    return config.differences or chosen
+    forward = directions >= FORWARD_FROM and config.smoothing <= FORWARD_SMOOTHING
+    return config.differences or ("forward" if forward else "central")
 
 
 def forward_saves_nothing(config: DPZeroConfig) -> Iterator[str]:

@@ -247,7 +247,7 @@ class OwnFields:
         needs=ZEROTH,
         privacy="nothing: an example's K differences are clipped as one vector either way",
         time="central: 2 K forward passes a step; forward: K + 1",
-        none="forward where K is at least 4, else central",
+        none="forward where K is at least 4 and `smoothing` at most 0.001, else central",
     )
     update_rule: str = setting(
         "sgd",

@@ -51,7 +51,7 @@ TASKS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is run; `given` is given to every run."""
+    """What is run; `given`, and `smoothing` in place of the recipes', are given to every run."""
 
     fields: ClassVar = ("task", "arm", "seed")
 
@@ -59,6 +59,7 @@ class Study:
     tasks: tuple[str, ...] = tuple(TASKS)
     arms: tuple[str, ...] = ARMS
     seeds: tuple[int, ...] = (1, 2, 3)
+    smoothing: float | None = None
     given: dict[str, Any] = field(default_factory=dict)
 
     def points(self) -> list[tuple[str, str, int]]:
@@ -75,6 +76,7 @@ class Study:
         path = str(RECIPES / folder / f"{name}.yaml")
         files = {f"{split}_file": f"{self.data}/{folder}/{split}.jsonl" for split in SPLITS}
         given = EVERY | own | files | self.given | {"seed": seed}
+        given |= {} if self.smoothing is None else {"smoothing": self.smoothing}
         given |= _of_arm(arm, load_recipe(path, given).training)
         with tempfile.TemporaryDirectory() as out:
             trainer = build_trainer(load_recipe(path, given | {"output_dir": out}))
@@ -138,5 +140,6 @@ if __name__ == "__main__":
             data={"help": "folder with sst2 and trec", "required": True},
             tasks={"nargs": "+", "choices": TASKS},
             arms={"nargs": "+", "choices": ARMS},
+            smoothing={"type": float, "help": "in place of the recipes'"},
         )
     )
