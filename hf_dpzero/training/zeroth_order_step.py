@@ -3,6 +3,7 @@
     S      = sampler.batch(t, secret key)                             sample (batches/logical_batch.py)
     u_k    = direction(public key, t, k),   k = 1..K                  perturb
     x_ik   = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)      evaluate
+           or (f(theta + lambda u_k; xi_i) - f(theta; xi_i)) / lambda, as `differences` says
     x_i    = w_i x_i, w_i the weight of example i's group (group-robust training only)     weigh
     total  = sum_{i in S} clip_C(x_i)                                 clip, sum
     value  = (total + noise) / B                                      noise
