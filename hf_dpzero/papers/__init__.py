@@ -1,8 +1,7 @@
-"""The algorithms of the papers on explicit objectives, to compare with what the papers report.
+"""Private saddle points on the simplex, and synthetic data from them, given first-order oracles.
 
-Imports `privacy`, never torch itself. `budget` has noise that changes from step to step,
-`averaged_clipping` clipped means on heavy tails, `online_federated` learners with correlated noise;
-`saddle_point` solves private saddle points given first-order oracles
-(`saddle_point_parameters` has the theorems' numbers, `saddle_point_plans` what a run costs), and
-`synthetic_data` is Algorithm 5. The studies that compare them are `scripts.studies` of the checkout.
+Imports `privacy`, never torch itself. Start at `saddle_point`, which has the algorithms;
+`saddle_point_parameters` has the theorems' numbers, `saddle_point_plans` what a run costs, and
+`synthetic_data` is Algorithm 5 of the paper. Algorithms that are simulated, not released, stand beside
+their studies in `scripts.studies` of the checkout.
 """

@@ -2,7 +2,7 @@
 
     python -m scripts.studies.quadratic --quick --output_dir out/quadratic
 
-Run them from the root of the checkout. A folder is a study of a paper whose algorithms are in
-`hf_dpzero.papers`, `quadratic` has its own; `schedules` and `group_robust` train on SST-2. `--quick`
-takes less than a minute.
+Run them from the root of the checkout. A folder is a study of a paper, `quadratic` that of DPZero;
+`saddle_point` runs what is in `hf_dpzero.papers`, the others have their algorithms beside them.
+`schedules` and `group_robust` train on SST-2. `--quick` takes less than a minute.
 """

@@ -13,10 +13,10 @@ import math
 
 import numpy as np
 
-from hf_dpzero.papers.averaged_clipping import Array, Cells, Data, Objective
 from hf_dpzero.privacy.mechanisms import DPSGD, Relation
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler
+from scripts.studies.averaged_clipping.algorithm import Array, Cells, Data, Objective
 
 BOUND = 2 * math.sqrt(2) / 3
 """Largest value of phi."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import expit
 
-from hf_dpzero.papers.averaged_clipping import LINEAR, LOGISTIC, Array, Data, Objective
+from scripts.studies.averaged_clipping.algorithm import LINEAR, LOGISTIC, Array, Data, Objective
 from scripts.studies.harness import pcg64
 
 DIMENSION = 10

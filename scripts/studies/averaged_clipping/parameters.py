@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from hf_dpzero.papers.averaged_clipping import Descent, check_batch_size
+from scripts.studies.averaged_clipping.algorithm import Descent, check_batch_size
 
 
 class Parameters(NamedTuple):

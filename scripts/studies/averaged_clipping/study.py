@@ -16,8 +16,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import (
+from scripts.studies.averaged_clipping import algorithm as averaged_clipping
+from scripts.studies.averaged_clipping import catoni_holland
+from scripts.studies.averaged_clipping.algorithm import (
     Array,
     Cells,
     Data,
@@ -26,7 +27,6 @@ from hf_dpzero.papers.averaged_clipping import (
     calibrated,
     true_epsilon,
 )
-from scripts.studies.averaged_clipping import catoni_holland
 from scripts.studies.averaged_clipping.heavy_tails import (
     DIMENSION,
     NOISES,

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import (
+from scripts.markdown import table
+from scripts.studies.averaged_clipping import algorithm as averaged_clipping
+from scripts.studies.averaged_clipping.algorithm import (
     LINEAR,
     Array,
     Cells,
@@ -17,7 +18,6 @@ from hf_dpzero.papers.averaged_clipping import (
     calibrated,
     true_epsilon,
 )
-from scripts.markdown import table
 from scripts.studies.averaged_clipping.heavy_tails import DIMENSION, RADIUS, draw, optimum
 from scripts.studies.averaged_clipping.parameters import (
     Parameters,

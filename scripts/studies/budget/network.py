@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.budget import affordable_steps, momentum_average
+from scripts.studies.budget.algorithm import affordable_steps, momentum_average
 from scripts.studies.harness import philox
 
 Floats = NDArray[Any]

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers import budget
 from hf_dpzero.privacy.schedules import Exponential, quadratic_influence
+from scripts.studies.budget import algorithm as budget
 from scripts.studies.budget.network import SOURCES, Network, Split, train
 from scripts.studies.harness import Row, philox
 

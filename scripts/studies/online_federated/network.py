@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.online_federated import clipped
+from scripts.studies.online_federated.algorithm import clipped
 
 Array = NDArray[Any]
 

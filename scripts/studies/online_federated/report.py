@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpzero.papers.online_federated import (
+from hf_dpzero.privacy.correlated import factorization as f
+from scripts.markdown import table
+from scripts.studies.harness import Row, interval, panels, philox, save, sections
+from scripts.studies.online_federated.algorithm import (
     NOISES,
     Federation,
     calibrated,
@@ -18,9 +21,6 @@ from hf_dpzero.papers.online_federated import (
     paper_tree_norm,
     true_epsilon,
 )
-from hf_dpzero.privacy.correlated import factorization as f
-from scripts.markdown import table
-from scripts.studies.harness import Row, interval, panels, philox, save, sections
 from scripts.studies.online_federated.study import Point, Study, made
 from scripts.studies.online_federated.theory import drifting
 

@@ -15,7 +15,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.online_federated import (
+from hf_dpzero.privacy.correlated.factorization import MAX_DENSE_ROUNDS, Factorization
+from scripts.studies.harness import Row, philox
+from scripts.studies.online_federated import logistic, network
+from scripts.studies.online_federated.algorithm import (
     DENSE,
     NOISES,
     Cells,
@@ -30,9 +33,6 @@ from hf_dpzero.papers.online_federated import (
     simulate,
     true_epsilon,
 )
-from hf_dpzero.privacy.correlated.factorization import MAX_DENSE_ROUNDS, Factorization
-from scripts.studies.harness import Row, philox
-from scripts.studies.online_federated import logistic, network
 
 Array = NDArray[Any]
 Calibration = Literal["exact", "convex", "paper", "over tau"]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.online_federated import Federation, increments
 from hf_dpzero.privacy.correlated.factorization import Factorization
+from scripts.studies.online_federated.algorithm import Federation, increments
 
 Array = NDArray[Any]
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import LINEAR, LOGISTIC, Cells, Descent
+from scripts.studies.averaged_clipping import algorithm as averaged_clipping
 from scripts.studies.averaged_clipping import (
     catoni_holland,
     heavy_tails,
@@ -20,6 +19,7 @@ from scripts.studies.averaged_clipping import (
     sweeps,
 )
 from scripts.studies.averaged_clipping import study as study_module
+from scripts.studies.averaged_clipping.algorithm import LINEAR, LOGISTIC, Cells, Descent
 from scripts.studies.averaged_clipping.heavy_tails import OBJECTIVES, Yardstick, draw
 from scripts.studies.averaged_clipping.study import QUICK, Study
 from scripts.studies.harness import run

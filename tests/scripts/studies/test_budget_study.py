@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpzero.papers.budget import multipliers_for, private_gradient_descent
 from hf_dpzero.privacy.schedules import Exponential
+from scripts.studies.budget.algorithm import multipliers_for, private_gradient_descent
 from scripts.studies.budget.network import SOURCES, Network, train
 from scripts.studies.budget.report import write
 from scripts.studies.budget.study import (

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpzero.papers.online_federated import (
-    local_message,
-)
 from scripts.studies.online_federated import logistic as logistic
 from scripts.studies.online_federated import network as network
+from scripts.studies.online_federated.algorithm import (
+    local_message,
+)
 
 
 def rng(seed=0):

@@ -7,10 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from hf_dpzero.papers.online_federated import Federation, Stream, calibrated, increments, learn
 from hf_dpzero.privacy.correlated import factorization as f
 from scripts.studies.harness import run
 from scripts.studies.online_federated import report
+from scripts.studies.online_federated.algorithm import (
+    Federation,
+    Stream,
+    calibrated,
+    increments,
+    learn,
+)
 from scripts.studies.online_federated.study import Point, Setting, Study
 from scripts.studies.online_federated.theory import Quadratics, drifting
 

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from hf_dpzero.papers import averaged_clipping
-from hf_dpzero.papers.averaged_clipping import (
+from scripts.studies.averaged_clipping import algorithm as averaged_clipping
+from scripts.studies.averaged_clipping.algorithm import (
     LINEAR,
     LOGISTIC,
     Cells,

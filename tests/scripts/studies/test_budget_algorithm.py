@@ -16,20 +16,20 @@ from budget_bounds import (
 )
 from scipy.stats import norm
 
-from hf_dpzero.papers import budget
-from hf_dpzero.papers.budget import (
+from hf_dpzero.privacy.schedules import (
+    Exponential,
+    Momentum,
+    quadratic_influence,
+    quadratic_responses,
+)
+from scripts.studies.budget import algorithm as budget
+from scripts.studies.budget.algorithm import (
     PrintedMomentum,
     affordable_steps,
     momentum_influence,
     multipliers_for,
     optimal_multipliers,
     private_gradient_descent,
-)
-from hf_dpzero.privacy.schedules import (
-    Exponential,
-    Momentum,
-    quadratic_influence,
-    quadratic_responses,
 )
 
 CURVATURE = np.linspace(0.1, 1, 20)

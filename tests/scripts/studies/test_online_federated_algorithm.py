@@ -7,7 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from hf_dpzero.papers.online_federated import (
+from hf_dpzero.privacy.correlated import factorization as f
+from scripts.studies.online_federated import logistic as logistic
+from scripts.studies.online_federated import network as network
+from scripts.studies.online_federated.algorithm import (
     NOISES,
     Cells,
     Federation,
@@ -24,9 +27,6 @@ from hf_dpzero.papers.online_federated import (
     simulate,
     true_epsilon,
 )
-from hf_dpzero.privacy.correlated import factorization as f
-from scripts.studies.online_federated import logistic as logistic
-from scripts.studies.online_federated import network as network
 
 
 def rng(seed=0):

@@ -31,8 +31,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_dpzero.papers.budget import zcdp_rho
 from hf_dpzero.privacy.correlated import factorization as f
+from scripts.studies.budget.algorithm import zcdp_rho
 
 Array = NDArray[Any]
 Record = TypeVar("Record")

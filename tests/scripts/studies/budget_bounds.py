@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from hf_dpzero.papers.budget import positive
+from scripts.studies.budget.algorithm import positive
 
 
 def contraction(kappa: float) -> float:
