@@ -89,7 +89,7 @@ def bytes_of_a_ledger(steps: int) -> dict[str, int]:
             ledger.append(Release(step, (0.5,), 0.1))
         record = len(ledger._pack(ledger.releases[0]))
         for step in range(steps):
-            log._remember(Release(step, (0.5,), 0.1))
+            log.append(Release(step, (0.5,), 0.1))
         log.to_safetensors(Path(name) / SHIPPING_NAME)
         return {
             LEDGER_NAME: (Path(name) / LEDGER_NAME).stat().st_size + (steps - 10) * record,

@@ -78,8 +78,9 @@ class Trajectory:
     Attributes:
       header: base model digest, direction key, distribution, K, values a record holds, smoothing, weight
         decay, trainable names, plan, update rule, versions; all public and JSON-safe.
-      releases: the records, steps strictly increasing; on disk.
-      appended: the same without waiting, for code that shows nothing of them before `wait`.
+      releases: the records, steps strictly increasing; on disk. A copy: a later record, perhaps not on
+        disk yet, does not get into it.
+      appended: the list itself, without waiting, for code that shows nothing of them before `wait`.
       shipped_step: so many releases made the weights that lie beside the file: those of an earlier step,
         where it evaluated best. None: all of them.
 
@@ -252,7 +253,7 @@ class Trajectory:
     def releases(self) -> list[Release]:
         """What was released, from step 0 on; see the class."""
         self.wait()
-        return self.appended
+        return self.appended.copy()
 
     @property
     def num_directions(self) -> int:
@@ -268,11 +269,12 @@ class Trajectory:
     @property
     def next_step(self) -> int:
         """The first step that has not been paid for."""
-        return len(self.releases)
+        self.wait()
+        return len(self.appended)
 
     def get(self, step: int) -> Release | None:
         """The release of `step`, or None."""
-        return self.releases[step] if 0 <= step < len(self.releases) else None
+        return self.appended[step] if 0 <= step < self.next_step else None
 
     def append(self, release: Release, wait: bool = True) -> None:
         """Adds a record; on return it is on disk (flushed and synced).

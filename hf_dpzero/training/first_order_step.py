@@ -196,7 +196,7 @@ class FirstOrderStep(PrivateStep):
         named = list(self.gradients.model.named_parameters())
         if self.mechanism.private:
             self._refuse_backward_hooks(named)
-        mechanism = self._schedule.after(self.trajectory.releases)
+        mechanism = self._schedule.after(self.trajectory.appended)  # `get` has waited
         assert isinstance(mechanism, GradientReleases)
         if self.weighting is not None:
             microbatches = self.weighting.weighed(microbatches, row_groups)

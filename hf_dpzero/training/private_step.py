@@ -70,7 +70,7 @@ class GroupWeighting:
         Args:
           row_groups: i of each example.
         """
-        new = self._trajectory.releases[self._seen :]
+        new = self._trajectory.appended[self._seen :]  # on disk: the step has asked for its own
         self._seen += len(new)
         values = [release.values[self._own :] for release in new]
         # Rank 0 draws for `vertex`; what follows from releases is the same everywhere.

@@ -110,7 +110,7 @@ class ZerothOrderStep(PrivateStep):
         if self.weighting is not None:
             x = x * self.weighting.begin(row_groups).unsqueeze(1)
             self.weighting.losses = losses
-        mechanism = self._schedule.after(self.trajectory.releases)
+        mechanism = self._schedule.after(self.trajectory.appended)  # `get` has waited
         if isinstance(mechanism, VectorMechanism):
             self._release_vector(mechanism, step, directions, x, learning_rate, batch_digest)
             return x

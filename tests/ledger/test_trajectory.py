@@ -168,7 +168,7 @@ def test_a_release_is_read_once_its_sync_is_done(
     """The sync is held up until another thread has asked for the release for a while, in vain."""
     path, asked, read = tmp_path / "t.ledger", threading.Event(), list[object]()
     trajectory = written(path, 2)
-    before = path.read_bytes()
+    before, seen = path.read_bytes(), trajectory.releases
 
     def sync(descriptor: int) -> None:
         asked.wait()
@@ -187,7 +187,7 @@ def test_a_release_is_read_once_its_sync_is_done(
             read.append(str(error))
 
     trajectory.append(release_at(2), wait=False)
-    assert trajectory.appended[2] == release_at(2)
+    assert trajectory.appended[2] == release_at(2) and len(seen) == 2
     thread = threading.Thread(target=reader)
     thread.start()
     thread.join()

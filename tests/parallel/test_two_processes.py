@@ -47,12 +47,12 @@ def nudge_weight(trainer: Any) -> None:
 def nudge_release(trainer: Any) -> None:
     step, values, rate = trainer.trajectory.releases[-1]
     changed = (values[0] + 2.0**-20, *values[1:])
-    trainer.trajectory.releases[-1] = Release(step, changed, rate)
+    trainer.trajectory.appended[-1] = Release(step, changed, rate)
 
 
 def nudge_rate(trainer: Any) -> None:
     step, values, rate = trainer.trajectory.releases[-1]
-    trainer.trajectory.releases[-1] = Release(step, values, rate * (1 + 2.0**-50))
+    trainer.trajectory.appended[-1] = Release(step, values, rate * (1 + 2.0**-50))
 
 
 def nudge_exponent(trainer: Any) -> None:
