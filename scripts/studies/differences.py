@@ -13,7 +13,6 @@ table.md.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import tempfile
@@ -26,7 +25,7 @@ import numpy as np
 
 from scripts.markdown import table
 from scripts.studies import harness
-from scripts.studies.harness import Row
+from scripts.studies.harness import Row, seed_by_seed
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 ARMS = ("central", "forward", "forward, 2 K passes")
@@ -63,9 +62,8 @@ class Study:
     given: dict[str, Any] = field(default_factory=dict)
 
     def points(self) -> list[tuple[str, str, int]]:
-        """Tasks, one after the other, each with every arm before it is run again."""
-        every = itertools.product(self.tasks, self.seeds, self.arms)
-        return [(task, arm, seed) for task, seed, arm in every]
+        """(task, arm, seed)."""
+        return seed_by_seed(self.tasks, self.arms, self.seeds)
 
     def measure(self, task: str, arm: str, seed: int) -> list[Row]:
         """Which validation rows a run gets right, and how long its steps took."""

@@ -8,6 +8,7 @@ results file holds already is not measured again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -32,6 +33,13 @@ class Study(Protocol):
 
     def measure(self, *point: Any) -> Iterable[Row]:
         """The rows of a point; JSON can hold them."""
+
+
+def seed_by_seed(
+    tasks: Sequence[Any], arms: Sequence[Any], seeds: Sequence[int]
+) -> list[tuple[Any, Any, int]]:
+    """(task, arm, seed): tasks, one after the other, each with every arm before it is run again."""
+    return [(task, arm, seed) for task, seed, arm in itertools.product(tasks, seeds, arms)]
 
 
 # ------------------------------------------------------------------ the command

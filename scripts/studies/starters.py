@@ -27,7 +27,7 @@ import numpy as np
 
 from scripts.markdown import table
 from scripts.studies import harness
-from scripts.studies.harness import Row
+from scripts.studies.harness import Row, seed_by_seed
 
 MESSAGES = "messages"
 TASKS = ("trec", "sst5", "sst2", MESSAGES)
@@ -54,9 +54,8 @@ class Study:
     given: dict[str, Any] = field(default_factory=dict)
 
     def points(self) -> list[tuple[str, float, int]]:
-        """Tasks, one after the other, each at every epsilon before it is run again."""
-        every = itertools.product(self.tasks, self.seeds, self.epsilons)
-        return [(task, epsilon, seed) for task, seed, epsilon in every]
+        """(task, epsilon, seed)."""
+        return seed_by_seed(self.tasks, self.epsilons, self.seeds)
 
     def measure(self, task: str, epsilon: float, seed: int) -> list[Row]:
         """Which validation rows a run gets right, and the rate that it took."""
