@@ -5,7 +5,8 @@ One worker is one device. A step ends when its slowest worker has ended.
     N ~ Binomial(n, B / n) rows are sampled; worker w of W gets rows w, w + W, ... of them
     passes_w = sum over widths of ceil(rows_w / s)      s rows a pass, filled up with blanks
     pass = max(o + s r, b d / m)                        it reads all weights once at least
-    compute_w = slow_w * (2 E passes_w pass + E v t d / m + K d g)    E directions are evaluated
+    compute_w = slow_w * (2 E passes_w pass + E v t d / m + K d g)    E directions are evaluated;
+                                              forward differences: E + 1 passes, half of t
     step = max_w compute_w + links
 
 with o seconds to start a pass, r of a row's forward pass, b bytes a parameter, t bytes of these moved
@@ -21,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from hf_dpzero.estimators.finite_differences import passes_of
 
 FIXED_BYTES, VALUE_BYTES = 64, 16
 """What a DPZero step sends a rank: about 64 bytes and 16 for each direction (a sum and its release)."""
@@ -45,6 +48,7 @@ class Job:
       most_slots: s at most, for memory, where it is chosen.
       widths: shapes that rows fall into with equal probability.
       directions: K.
+      differences: central or forward.
       row_seconds: r, of a row in a forward pass.
       pass_start: o, seconds of a forward pass beside its rows.
       memory_bandwidth: m, bytes a second.
@@ -64,6 +68,7 @@ class Job:
     most_slots: int = 32
     widths: int = 1
     directions: int = 16
+    differences: str = "central"
     row_seconds: float = 0.00875
     pass_start: float = 0.005
     memory_bandwidth: float = 3.35e12
@@ -78,6 +83,10 @@ class Job:
         mean, counts = self.batch / workers / self.widths, range(1, self.most_slots + 1)
         passes = {count: _expected_passes(mean, count) for count in counts}
         return self.slots or min(counts, key=lambda n: passes[n] * self.pass_seconds(n))
+
+    def passes(self, directions: int) -> int:
+        """Of each row, along so many directions."""
+        return passes_of(self.differences, directions)
 
     def pass_seconds(self, rows: int) -> float:
         """Of a forward pass of so many rows."""
@@ -306,10 +315,10 @@ def fsdp(network: Network, draws: Draws, workers: int) -> Step:
     takes longer than computing. Workers with fewer passes gather along with the one with most.
     """
     job, split = draws.job, Passes.of(draws, workers)
-    own = 2 * job.directions * split.count * split.seconds + _sharded(job) / workers
-    computing = 2 * job.directions * split.count.max(axis=1) * split.seconds
+    own = job.passes(job.directions) * split.count * split.seconds + _sharded(job) / workers
+    computing = job.passes(job.directions) * split.count.max(axis=1) * split.seconds
     layer = network.all_gather(job.weight_bytes / job.layers, workers)
-    gathers = 2 * job.directions * split.count.max(axis=1) * job.layers
+    gathers = job.passes(job.directions) * split.count.max(axis=1) * job.layers
     waiting = np.maximum(gathers * layer * draws.slowest_link(workers) - computing, 0.0)
     return Step(_slowest(own, draws), waiting + _values(network, draws, workers), split.run())
 
@@ -329,7 +338,7 @@ def dp_adamw(network: Network, draws: Draws, workers: int) -> Step:
 def _evaluations(job: Job, split: Passes, directions: int) -> np.ndarray:
     times = split.count if job.layerwise else np.ones_like(split.count)
     moving = directions * times * _traffic_seconds(job)
-    return 2 * directions * split.count * split.seconds + moving + _drawing(job)
+    return job.passes(directions) * split.count * split.seconds + moving + _drawing(job)
 
 
 def _sharded(job: Job) -> float:
@@ -337,7 +346,8 @@ def _sharded(job: Job) -> float:
 
 
 def _traffic_seconds(job: Job) -> float:
-    return job.traffic * job.parameters / job.memory_bandwidth
+    signs = 1 if job.differences == "forward" else 2
+    return signs / 2 * job.traffic * job.parameters / job.memory_bandwidth
 
 
 def _drawing(job: Job) -> float:

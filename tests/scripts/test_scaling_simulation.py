@@ -47,8 +47,13 @@ def seconds(layout, job=JOB, network=FREE, workers=1, stragglers=NONE, trials=3,
 @pytest.mark.parametrize("network", NETWORKS.values())
 def test_one_worker_computes_and_uses_no_link(network):
     zeroth = 2 * 2 * 16 * 0.04 + PERTURBING  # 2 K passes over 64 / 4 microbatches
+    forward = dataclasses.replace(
+        JOB, differences="forward"
+    )  # K + 1 passes, one sign of each direction
+    one_sign = 3 * 16 * 0.04 + 16e9 / 1e12 + 2e9 * 1e-12
     for layout in (data_parallel, direction_split, fsdp):
         assert seconds(layout, network=network) == pytest.approx(zeroth)
+        assert seconds(layout, forward, network) == pytest.approx(one_sign)
     assert seconds(dp_adamw, network=network) == pytest.approx(64 * 0.01 * 4 + 20e9 / 1e12)
 
 
