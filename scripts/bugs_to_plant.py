@@ -133,7 +133,7 @@ BUGS = (
         "        release = self._release(step, rate, mechanism, released, wait=not late)\n"
         "        apply_release(self.space, log, release, defer=self.defer)\n"
         "        log.path = path\n"
-        "        log.append(log.releases.pop())\n"
+        "        log.append(log.appended.pop())\n"
         "        return x\n"
         "        if late:"),
     Bug("checkpoint_unsettled",
@@ -526,5 +526,17 @@ BUGS = (
         "tests/training/test_best_model.py::test_weights_that_are_saved_under_other_names_than_the_modules",
         "related, embeddings, renamed = set[bool](), set[int](), names_on_disk(model)",
         "related, embeddings, renamed = set[bool](), set[int](), {}"),
+    Bug("forward_from_another_pass",
+        "Forward differences start from the losses at the last direction, not from those at theta.",
+        "hf_dpzero/estimators/finite_differences.py",
+        "tests/estimators/test_forward_differences.py::test_losses_are_those_of_central_differences_and_of_theta",
+        "return found[:, 1:], found[:, :1].expand(-1, len(directions))",
+        "return found[:, 1:], found[:, -1:].expand(-1, len(directions))"),
+    Bug("forward_moves_half",
+        "Places may move both losses of a forward difference as little as those of a central one.",
+        "hf_dpzero/checks/passes.py",
+        "tests/estimators/test_forward_differences.py::test_the_allowance_for_places_counts_both_losses",
+        "        norm *= 2\n",
+        "        norm *= 1\n"),
 )
 # fmt: on

@@ -343,9 +343,7 @@ def smallest_clip_and_scale(run: Run) -> tuple[float, float]:
     norm = directions if plan.mechanism.distribution == "laplace" else math.sqrt(directions)
     if isinstance(plan.mechanism, VectorMechanism):  # it clips x u, and ||u|| is about sqrt(d)
         norm *= math.sqrt(sum(p.numel() for p in run.model.parameters() if p.requires_grad))
-    if (
-        args.differences == "forward"
-    ):  # a loss' move counts whole, and that at theta in all K numbers
+    if args.differences == "forward":  # a loss' move counts whole, that at theta in all K numbers
         norm *= 2
     return plan.smallest_clip, norm * _largest_weight(plan) / least
 

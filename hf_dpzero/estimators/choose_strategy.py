@@ -80,7 +80,7 @@ def choose_strategy(
         and single_pass(differences.objective)
         and not is_compiled(differences.model)
         and not differences.space.sharded
-        and small_enough(differences.space, num_directions)
+        and small_enough(differences.space, num_directions, differences.forward)
     ):
         differences.use("stacked")
         assert differences.stack is not None
@@ -106,7 +106,7 @@ def unmeasured(differences: FiniteDifferences, device: str, num_directions: int)
     [] where all was measured: on a CPU (type of `device`), and in bfloat16 on an H100.
     """
     visits, automatic = differences.visits, differences.chosen_automatically
-    stacks = automatic and small_enough(differences.space, num_directions)
+    stacks = automatic and small_enough(differences.space, num_directions, differences.forward)
     wide = all(p.dtype == torch.float32 for p in differences.model.parameters())
     named = [
         (stacks, f"strategy {differences.strategy} (by hand: performance.perturbation_strategy)"),

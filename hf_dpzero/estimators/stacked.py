@@ -236,10 +236,11 @@ def trained_bytes(space: ParameterSpace) -> int:
     return sum(t.nbytes for t in space.tensors)
 
 
-def small_enough(space: ParameterSpace, num_directions: int) -> bool:
-    """Whether "auto" may stack: K >= 4, float32 and 2 K copies within `STACK_BYTES`."""
+def small_enough(space: ParameterSpace, num_directions: int, forward: bool) -> bool:
+    """Whether "auto" may stack: K >= 4, float32 and a step's copies within `STACK_BYTES`."""
+    copies = num_directions + (1 if forward else num_directions)
     wide = all(tensor.dtype == torch.float32 for tensor in space.tensors)
-    fits = 2 * num_directions * trained_bytes(space) <= STACK_BYTES
+    fits = copies * trained_bytes(space) <= STACK_BYTES
     return wide and fits and num_directions >= AUTO_DIRECTIONS
 
 

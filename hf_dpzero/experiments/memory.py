@@ -377,7 +377,7 @@ def zeroth_order_bytes(
     strategy = args.performance.perturbation_strategy
     if strategy == "auto":
         # In training intermediate results decide (`estimators.stacked`): behind the body they are small.
-        many = directions >= AUTO_DIRECTIONS and 2 * directions * one <= STACK_BYTES
+        many = directions >= AUTO_DIRECTIONS and copies <= STACK_BYTES
         strategy = "layerwise" if half else "stacked" if many and head_alone else "whole_model"
     kept = half
     if strategy == "stacked":

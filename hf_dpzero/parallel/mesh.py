@@ -238,7 +238,8 @@ def choose_mesh(
     # Many directions may go through one pass, whose bits follow from how many they are.
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     strategy = args.performance.perturbation_strategy
-    small = strategy == "auto" and trained * 2 * args.num_directions <= STACK_BYTES
+    copies = passes_of(args.differences, args.num_directions) * trained
+    small = strategy == "auto" and copies <= STACK_BYTES
     may = not (averaged or sharded or small or strategy == "stacked")
     shares = asked or direction_shares(world, args.num_directions, work, may, args.differences)
     return ProcessMesh(args.process_index, world // shares, shares)

@@ -345,7 +345,7 @@ class ParameterSpace(Coordinates):
 
     @torch.no_grad()
     def write_stack_(
-        self, directions: Sequence[Direction], scale: float, stack: Stack, one_sided: bool = False
+        self, directions: Sequence[Direction], scale: float, stack: Stack, forward: bool = False
     ) -> None:
         """The stack's first K copies become theta + scale u_k, the last K theta - scale u_k.
 
@@ -355,7 +355,7 @@ class ParameterSpace(Coordinates):
           directions: the K of them, distinct.
           scale: at most the smoothing in magnitude.
           stack: of 2 K copies, from `new_stack`; float32.
-          one_sided: K + 1 copies, of which the last becomes theta.
+          forward: K + 1 copies, of which the last becomes theta.
         """
         if not self.snapped:
             self.snap_()
@@ -363,7 +363,7 @@ class ParameterSpace(Coordinates):
         self._check_position(((directions[0], scale),))
         changes = [Change(self.stream(u), 0.0, scale, 0.0) for u in directions]
         for segment, stacked in zip(self._grids, stack.segments, strict=True):
-            segment.write_stack_(changes, stacked, one_sided)
+            segment.write_stack_(changes, stacked, forward)
             self.traffic += sum(2 * flat.nbytes for flat in stacked.flats)
 
     @torch.no_grad()

@@ -88,14 +88,14 @@ class GridParts(_InPlaces, GridSegment):
         return Stacked(made, made)
 
     def write_stack_(
-        self, changes: Sequence[Change], stacked: Stacked, one_sided: bool = False
+        self, changes: Sequence[Change], stacked: Stacked, forward: bool = False
     ) -> None:
         """Writes perturbed copies of all tensors, as `GridSegment.write_stack_`."""
         for k, change in enumerate(changes):
             outs = [flat[k] for flat in stacked.flats]
             dispatch.sweep_each(self.sweep([change]), self.parts(outs, self.flats))
         for flat, copies in zip(self.flats, stacked.flats, strict=True):
-            write_others_(flat, copies, one_sided)
+            write_others_(flat, copies, forward)
 
 
 class RoundedParts(_InPlaces, RoundedSegment):

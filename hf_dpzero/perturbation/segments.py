@@ -181,9 +181,9 @@ class Segment:
         return Decay(after, rates, steps.astype(np.float32), self._shifted(words))
 
 
-def write_others_(flat: Tensor, copies: Tensor, one_sided: bool) -> None:
+def write_others_(flat: Tensor, copies: Tensor, forward: bool) -> None:
     """Writes what follows the copies theta + change k: theta, or theta - change k of each."""
-    if one_sided:
+    if forward:
         copies[-1].copy_(flat)
     else:
         plus, minus = copies.chunk(2)
@@ -287,19 +287,19 @@ class GridSegment(Segment):
         return Stacked([flat], [flat.narrow(1, start, size) for start, size in places])
 
     def write_stack_(
-        self, changes: Sequence[Change], stacked: Stacked, one_sided: bool = False
+        self, changes: Sequence[Change], stacked: Stacked, forward: bool = False
     ) -> None:
         """Writes perturbed copies of all tensors.
 
         Args:
           changes: the K of them.
           stacked: of 2 K copies; the k-th becomes theta + change k, the (K + k)-th theta - change k.
-          one_sided: of K + 1 copies, the last of which becomes theta.
+          forward: of K + 1 copies, the last of which becomes theta.
         """
         [copies] = stacked.flats
         for k, change in enumerate(changes):
             dispatch.sweep(self.sweep([change]), copies[k], self.flat, self.offset, self.members)
-        write_others_(self.flat, copies, one_sided)
+        write_others_(self.flat, copies, forward)
 
     def sweep(self, changes: Sequence[Change], decay: WeightDecay | None = None) -> Sweep:
         """Returns what the changes add to every tensor."""

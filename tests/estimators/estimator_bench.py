@@ -66,9 +66,13 @@ class Bench:
         self.space = ParameterSpace.from_model(model, smoothing=SMOOTHING, **settings)
         self.space.snap_()
 
-    def estimator(self, strategy: str = "auto", reuse: bool = False) -> FiniteDifferences:
+    def estimator(
+        self, strategy: str = "auto", reuse: bool = False, kind: str = "central"
+    ) -> FiniteDifferences:
         """Of this model and space."""
-        return FiniteDifferences(self.model, self.space, self.objective, SMOOTHING, reuse, strategy)
+        return FiniteDifferences(
+            self.model, self.space, self.objective, SMOOTHING, reuse, strategy, kind=kind
+        )
 
     def losses(self, batches: list[Batch], count: int, strategy: str) -> Tensor:
         """[2, B, K]; theta is settled and as it was."""

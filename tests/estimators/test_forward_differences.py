@@ -22,9 +22,7 @@ K = 5
 
 
 def forward(bench: Bench, strategy: str, reuse: bool = False) -> FiniteDifferences:
-    return FiniteDifferences(
-        bench.model, bench.space, bench.objective, SMOOTHING, reuse, strategy, kind="forward"
-    )
+    return bench.estimator(strategy, reuse, "forward")
 
 
 @pytest.fixture

@@ -40,16 +40,16 @@ def same(one: ParameterSpace, other: ParameterSpace) -> bool:
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize(
-    ("name", "dtype", "distribution"),
+    ("name", "dtype", "distribution", "kind"),
     [
-        ("opt", torch.float32, "rademacher"),
-        ("bert", torch.float32, "gaussian"),
-        ("roberta-mlm", torch.bfloat16, "sphere"),
-        ("gpt2", torch.float16, "rademacher"),
+        ("opt", torch.float32, "rademacher", "central"),
+        ("bert", torch.float32, "gaussian", "forward"),
+        ("roberta-mlm", torch.bfloat16, "sphere", "forward"),
+        ("gpt2", torch.float16, "rademacher", "central"),
     ],
 )
 def test_differences_and_updates_have_the_bits_of_a_model_that_is_there(
-    tmp_path, name, dtype, distribution, where
+    tmp_path, name, dtype, distribution, kind, where
 ):
     here, task = transformer(name)
     benches = [
@@ -60,7 +60,7 @@ def test_differences_and_updates_have_the_bits_of_a_model_that_is_there(
     ]
     found: list[Tensor] = []
     for bench in benches:
-        estimator = bench.estimator("layerwise")
+        estimator = bench.estimator("layerwise", kind=kind)
         for step in range(2):
             found.append(estimator(microbatches(task), us(2, step)))
             bench.space.step_(us(2, step), [3e-3, -2e-3], decay=1e-3)

@@ -29,8 +29,10 @@ WIDTH = 24
 class StackedBench(Bench):
     """Whose estimators stack, unless they are asked not to."""
 
-    def estimator(self, strategy: str = "stacked", reuse: bool = True) -> FiniteDifferences:
-        return super().estimator(strategy, reuse)
+    def estimator(
+        self, strategy: str = "stacked", reuse: bool = True, kind: str = "central"
+    ) -> FiniteDifferences:
+        return super().estimator(strategy, reuse, kind)
 
     def losses(self, batches: list[Batch], count: int, strategy: str = "stacked") -> Tensor:
         return super().losses(batches, count, strategy)
@@ -387,8 +389,8 @@ def test_a_space_of_another_model_is_refused(sentence_head):
         StackedCopies(sentence_head, space, squared)
 
 
-def chosen(bench: StackedBench, batch: Batch, count: int) -> str:
-    estimate = bench.estimator("auto")
+def chosen(bench: StackedBench, batch: Batch, count: int, kind: str = "central") -> str:
+    estimate = bench.estimator("auto", kind=kind)
     assert choose_strategy(estimate, batch, us(1)[0], count) == []
     return estimate.strategy
 
@@ -400,12 +402,13 @@ def test_auto_stacks_from_four_directions_on(sentence_head, count, expected):
     assert chosen(StackedBench(sentence_head), features(2), count) == expected
 
 
-def test_auto_stacks_what_fits(sentence_head, monkeypatch):
+@pytest.mark.parametrize(("kind", "copies"), [("central", 16), ("forward", 9)])
+def test_auto_stacks_what_fits(sentence_head, monkeypatch, kind, copies):
     bench = StackedBench(sentence_head)
-    size = 16 * stacked.trained_bytes(bench.space)
+    size = copies * stacked.trained_bytes(bench.space)
     for limit, expected in ((size, "stacked"), (size - 1, "whole_model")):
         monkeypatch.setattr(stacked, "STACK_BYTES", limit)
-        assert chosen(bench, features(2), 8) == expected
+        assert chosen(bench, features(2), 8, kind) == expected
 
 
 def test_auto_leaves_wide_models_alone():
