@@ -110,6 +110,20 @@ def test_directions_are_split_where_rows_do_not_fill_the_processes():
     assert direction_shares(3, 2, one) == 1  # two do not divide three
 
 
+@pytest.mark.parametrize(("kind", "copies"), [("central", 16), ("forward", 9)])
+def test_directions_that_may_go_through_one_pass_are_not_shared(monkeypatch, kind, copies):
+    monkeypatch.setattr(mesh, "active", lambda: True)
+    args = SimpleNamespace(
+        performance=Performance(), world_size=2, num_directions=8, first_order=False,
+        clipping="fixed", method="dpzero", differences=kind, process_index=0,
+    )  # fmt: skip
+    size = copies * 6 * 4  # bytes of the weights and biases below
+    for limit, shares in ((size, 1), (size - 1, 2)):
+        monkeypatch.setattr(mesh, "STACK_BYTES", limit)
+        found = choose_mesh(args, torch.nn.Linear(2, 2), lambda rows: 1.0, False)
+        assert found.directions == shares
+
+
 @pytest.mark.parametrize(
     ("asked", "settings", "words"),
     [
