@@ -190,7 +190,7 @@ class Certificates(Options):
     """Make the certificate and keys of a federation's server, and a key for each client."""
 
     folder: str = _option("where they are written, or with --check read", positional=True)
-    host: list[str] = _option("names or addresses of the server", nargs="+", required=True)
+    host: list[str] | None = _option("names or addresses of the server", nargs="+")
     clients: list[str] | None = _option("a name for each client", nargs="+")
     days: int = _option("how long the certificate holds", 365)
     check: bool = _option("only say of which hosts the certificate there is, and until when", False)

@@ -82,7 +82,8 @@ def run_certificates(arguments: Certificates) -> None:
 
     folder = Path(arguments.folder)
     if not arguments.check:
-        made = certificates.make(folder, arguments.host, arguments.clients or [], arguments.days)
+        clients, hosts = arguments.clients or [], arguments.host or []
+        made = certificates.make(folder, hosts, clients, arguments.days)
         print(f"written, for your eyes alone: {', '.join(map(str, made))}")
     print(certificates.check(folder))
 

@@ -41,8 +41,10 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) 
 
     Raises:
       FileExistsError: a file is there; nothing is written.
-      ValueError: a name that is none or comes twice, or no day.
+      ValueError: no host, a name that is none or comes twice, or no day.
     """
+    if not hosts:
+        raise ValueError("--host is missing: name the server as its clients reach it.")
     if days < 1:
         raise ValueError(f"--days {days}: a certificate holds for a day or more.")
     names = [*SERVER, *(name for client in clients for name in (client, f"{client}.pub"))]

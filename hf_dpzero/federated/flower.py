@@ -62,7 +62,7 @@ RECORD, ANSWER = "hf_dpzero", "answer"
 FAILED = "failed; its own log says why"
 """All that leaves a client of an error, whose words may quote a row."""
 
-ADDRESS_NAME, LOG_NAME = "resident.json", "client.log"
+ADDRESS_NAME, LOCK_NAME, LOG_NAME = "resident.json", "resident.lock", "client.log"
 START_SECONDS, WATCH_SECONDS = 120.0, 2.0
 _GONE = (OSError, EOFError, AuthenticationError)  # a process that ended, or is not the one meant
 
@@ -440,6 +440,8 @@ def simulate(
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     threading.Thread(target=_end_with, args=(int(sys.argv[2]),), daemon=True).start()
+    own = Path(sys.argv[1])
+    (own / LOCK_NAME).touch()
     # one for a folder: two at once could each admit a run that both together may not
-    with locked(Path(sys.argv[1]) / LOG_NAME):
-        serve(Path(sys.argv[1]), sys.stdin.read())
+    with locked(own / LOCK_NAME):
+        serve(own, sys.stdin.read())

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_dpzero.federated.messages import RELEASED_NAME, read_log
 from hf_dpzero.federated.plan import LocalPlan, PlanError
-from hf_dpzero.federated.server import Member, RoundServer, weights
+from hf_dpzero.federated.server import MESSAGES_NAME, Member, RoundServer, weights
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.accounting import epsilon_together
@@ -247,8 +247,11 @@ def served(folder: Path) -> list[Served]:
     runs = []
     for path in (place / RELEASED_NAME for place in places):
         if not path.exists():
-            if path.parent != folder and (path.parent / LEDGER_NAME).exists():
-                raise LedgerError(f"{path} is missing, which said what a run released: restore it.")
+            if any((path.parent / name).exists() for name in (LEDGER_NAME, MESSAGES_NAME)):
+                raise LedgerError(
+                    f"{path} is missing, which says what the run that is there released: restore it, or "
+                    "take a folder of the client's own as output-dir. Nothing here knows what it spent."
+                )
             continue
         header, messages = read_log(path)
         local = LocalPlan.from_dict({name.name: header[name.name] for name in fields(LocalPlan)})

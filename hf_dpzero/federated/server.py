@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -260,12 +261,15 @@ def shares(plans: Sequence[LocalPlan]) -> list[float]:
     """Returns what a row of each client counts, a_i = (least / own noise multiplier)^2, to six digits.
 
     Noise of a client's sum has the variance (sigma_i C)^2. So of clients with equal batches the mean has
-    the least variance that weights can give it, and where their noise is equal all rows count 1. A run
-    with a client without noise protects nothing of it, and its rows count 1 too.
+    the least variance that weights can give it, and where their noise is equal all rows count 1. Noise
+    is as a client declares it: below half of the median it counts as that half, so that no row counts
+    more than four of a client with the median's noise. Without noise all rows count 1.
     """
     noises = [local.mechanism.noise_multiplier for local in plans]
-    least = min(noises, default=0.0)
-    return [float(f"{(least / noise) ** 2:.6g}") if least else 1.0 for noise in noises]
+    # of two the larger: who declares next to none is not the one that it is compared with
+    floor = statistics.median_high(noises) / 2 if noises else 0.0
+    noises = [max(noise, floor) for noise in noises]
+    return [float(f"{(min(noises) / noise) ** 2:.6g}") if floor else 1.0 for noise in noises]
 
 
 def weights(plans: Mapping[str, LocalPlan]) -> dict[str, float]:

@@ -175,3 +175,17 @@ def test_a_run_counts_whose_folder_was_moved_behind_a_link_or_lost_its_ledger(tm
     (moved / RELEASED_NAME).unlink()
     with pytest.raises(LedgerError, match="is missing"):
         made.join("north", 0, following, server.invitation())
+
+
+@pytest.mark.parametrize("name", ["trajectory.ledger", "messages.ledger"])
+def test_a_folder_with_another_ledger_does_not_count_as_nothing_spent(tmp_path, name):
+    """Of an earlier version, or of a run on one machine over the same rows."""
+    _, server = started(tmp_path / "server", **TARGET)
+    (tmp_path / "north").mkdir()
+    (tmp_path / "north" / name).touch()
+    folder = tmp_path / "north" / RUNS / run_of("join", server.invitation())
+    with pytest.raises(LedgerError, match=r"released\.ledger is missing.*as output-dir"):
+        side(tmp_path / "own", **TARGET).join("north", 0, folder, server.invitation())
+    with pytest.raises(LedgerError, match="is missing"):
+        spent(tmp_path / "north")
+    assert not folder.exists()

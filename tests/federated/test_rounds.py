@@ -130,6 +130,11 @@ def test_clients_are_weighed_by_the_inverse_variance_of_their_noise(tmp_path):
     third = noisier(equal[2], 2e3)
     ratio = chosen_rate([*loud[:2], third], "constant") / chosen_rate(loud, "constant")
     assert ratio == pytest.approx((3**0.5 / 3) / (2.25**0.5 / 2.25))
+    # noise is as declared: next to none makes four rows of one, and not all of the mean
+    for tiny in (0.01, 0.0):
+        assert shares([noisier(equal[0], tiny), *equal[1:]]) == [1.0, 0.25, 0.25]
+        assert shares([noisier(equal[0], tiny), equal[1]]) == [1.0, 0.25]
+    assert shares([noisier(plan, 0.0) for plan in equal]) == [1.0, 1.0, 1.0]
 
 
 # ------------------------------------------------------------------ who comes and goes
