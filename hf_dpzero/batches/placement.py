@@ -132,9 +132,6 @@ def pass_cost(device: str, parameters: int, low_precision: bool, arriving: int =
       arriving: bytes of offloaded weights, which come to a GPU in every pass: at 2.5e10 bytes a second
         (estimated: 16 lanes of PCIe 4), while a token takes two operations a parameter.
 
-    Returns:
-      Tokens that take the same time.
-
     >>> pass_cost("cpu", 10**8, False), pass_cost("cuda", 355_000_000, True) > 1000
     (40.5, True)
     """

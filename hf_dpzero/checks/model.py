@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 def check_installed(args: DPZeroConfig) -> None:
     """Refuses settings that need a package which is not installed.
 
-    Args:
-      args: a `DPZeroConfig`.
-
     Raises:
       ImportError: Opacus for the method, or the package of a tracking service in `report_to`.
     """

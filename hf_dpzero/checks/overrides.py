@@ -50,10 +50,6 @@ def warn_of_unused(trainer: Trainer, loss: PerExampleLoss | None) -> None:
 
     Schedulers in `optimizers=` are honoured, and an overridden `create_scheduler`: rates are public.
 
-    Args:
-      trainer: with its settings.
-      loss: `compute_per_example_loss`, or None.
-
     Raises:
       ValueError: a method that the accounting rests on is overridden; says what to use instead.
     """
@@ -259,10 +255,6 @@ def _content(value: Any, depth: int = 3) -> object:
 
 def overriding(kind: type, name: str) -> tuple[type | None, bool]:
     """The class outside hf_dpzero and transformers that defines a method.
-
-    Args:
-      kind: a class of trainers.
-      name: of the method.
 
     Returns:
       The first such class, or None; and whether it stands before all classes of hf_dpzero, so

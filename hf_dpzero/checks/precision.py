@@ -71,10 +71,6 @@ def check_precision(model: nn.Module, args: DPZeroConfig) -> None:
     What places move in low-precision gradients is not tried. A pass of one example cannot depend on
     another.
 
-    Args:
-      model: to be trained by a first-order method.
-      args: `DPZeroConfig`.
-
     Raises:
       ValueError: low precision (see `low_precision`) with a larger microbatch.
     """
@@ -90,10 +86,6 @@ def check_precision(model: nn.Module, args: DPZeroConfig) -> None:
 
 def low_precision(model: nn.Module, args: DPZeroConfig) -> str:
     """Why a run does not compute in float32.
-
-    Args:
-      model: to be trained.
-      args: `DPZeroConfig`.
 
     Returns:
       bf16 or fp16 (from the arguments or from accelerate's configuration), tf32, half-precision or

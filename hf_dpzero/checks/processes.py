@@ -66,10 +66,6 @@ def check_same_rows(dataset: Dataset) -> None:
 def check_agreement(run: Run, header: Mapping[str, object]) -> None:
     """Refuses ranks that do not run the same thing. Called before a ledger is opened or anything moved.
 
-    Args:
-      run: a run after the checks before training.
-      header: its `ledger_header`.
-
     Raises:
       RankError: on all ranks; names the ranks, what differs, and what to do.
     """

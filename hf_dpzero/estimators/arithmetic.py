@@ -105,11 +105,7 @@ def compile_(
 
 
 def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Inside, a compiled model runs uncompiled: for passes of shapes that no step has.
-
-    Args:
-      model: compiled, perhaps.
-    """
+    """Inside, a compiled model runs uncompiled: for passes of shapes that no step has."""
     if not is_compiled(model):
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")

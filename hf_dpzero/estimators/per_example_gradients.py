@@ -57,9 +57,6 @@ def per_example_gradients(
       microbatch_size: examples differentiated at a time.
       autocast: whether the objective computes in half precision.
 
-    Returns:
-      `PerExampleGradients` or `GhostGradients`.
-
     Raises:
       ValueError: a trainable layer that neither supports, by its name; another `how`; ghost with
         parameters that are not float32, frozen ones included, under autocast or with TF32.

@@ -311,9 +311,6 @@ def compare(
       keep_weights: otherwise the models and checkpoints of finished runs are removed.
       start: starts an attempt; default a training process.
 
-    Returns:
-      The results of all of them.
-
     Raises:
       ValueError: `jobs` < 1.
       OSError: the folder is in use.

@@ -126,9 +126,6 @@ def parse_grid(words: Sequence[str], file: str | None = None) -> dict[str, list[
 
     A field among the words replaces the file's list.
 
-    Returns:
-      field -> values.
-
     Raises:
       ValueError: a word without "=", an unknown field, an empty list, a repeated value.
       FileNotFoundError: no such file.

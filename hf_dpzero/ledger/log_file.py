@@ -175,10 +175,6 @@ def header_lines(header: Mapping[str, Any]) -> bytes:
 def split_header(raw: bytes, path: str | os.PathLike) -> tuple[dict[str, Any], bytes]:
     """Takes a ledger apart.
 
-    Args:
-      raw: the whole file.
-      path: of the file, for the message.
-
     Returns:
       (the header, the bytes of the records).
 

@@ -165,10 +165,6 @@ def terms_of(trajectory: Trajectory, step: int) -> list[Term]:
 def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterSpace:
     """The parameter space that a trajectory's releases act on.
 
-    Args:
-      model: its trainable parameters make the space.
-      header: of the trajectory.
-
     Returns:
       The space, with the header's direction, smoothing and decayed tensors.
     """
@@ -202,12 +198,6 @@ def apply_release(
 
     The header's update rule gives the terms; for sgd, -lr value_k along the K directions of this step
     (DPZero, Algorithm 2, line 3). Post-processing of the releases.
-
-    Args:
-      space: the parameters.
-      trajectory: holds the release and those before it.
-      release: of the step whose update is made.
-      defer: as in `ParameterSpace.step_`.
     """
     trajectory.wait()  # whoever sees the weights sees the release
     header, hold = trajectory.header, held_for(trajectory.header)

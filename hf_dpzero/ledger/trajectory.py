@@ -117,9 +117,6 @@ class Trajectory:
           path: of the new file; missing folders are made.
           header: see the class.
 
-        Returns:
-          An empty trajectory on that file.
-
         Raises:
           LedgerError: the file exists already, or cannot be written.
         """
@@ -151,9 +148,6 @@ class Trajectory:
         Args:
           path: of the ledger file.
           header: of the run that continues it, checked against the file's; None checks nothing.
-
-        Returns:
-          The trajectory with the file's releases.
 
         Raises:
           LedgerError: corrupt records, another run holds the file, or `header` differs from the file's.

@@ -44,14 +44,7 @@ class BoundedObjective(PromptObjective):
         return self.objective.columns
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Scores or tokens of the objective inside, of the batch as a whole.
-
-        Args:
-          model, inputs: as for the losses.
-
-        Returns:
-          As there.
-        """
+        """Scores or tokens of the objective inside, of the batch as a whole."""
         return self.objective.predict(model, inputs)
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
@@ -59,16 +52,10 @@ class BoundedObjective(PromptObjective):
         return _one_by_one(self._loss_alone, model, inputs)
 
     def comparison_loss(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Numbers from the same forward passes, in which every logit has a share.
+        """Numbers from the same forward passes, in which every logit has a share, `[B]` float32.
 
         0/1 losses agree where the logits behind them do not, so ways to evaluate a model are compared
         by these (see `losses.comparison_loss`).
-
-        Args:
-          model, inputs: as for the losses.
-
-        Returns:
-          `[B]` float32.
         """
         return _one_by_one(self._comparison_alone, model, inputs)
 

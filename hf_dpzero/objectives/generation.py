@@ -191,7 +191,7 @@ def _stopped(tokens: Tensor, stops: Sequence[int]) -> Tensor:
 
 
 def selected_logits(model: nn.Module, inputs: Inputs, positions: Tensor) -> Tensor:
-    """Logits at P positions of each row.
+    """Logits at P positions of each row, `[B, P, V]` in the model's dtype.
 
     Equal to the full logits at these positions (up to the rounding of a smaller matrix product): the
     hidden states are gathered as they enter the output embedding. Where that is not to be done (a
@@ -202,9 +202,6 @@ def selected_logits(model: nn.Module, inputs: Inputs, positions: Tensor) -> Tens
       model: a language model, also under PEFT.
       inputs: what its forward takes, `[B, T]`; padded on either side.
       positions: `[B, P]` int64, counted from each row's first attended token.
-
-    Returns:
-      `[B, P, V]` in the model's dtype.
     """
     batch, found = right_padded(inputs), list[Tensor]()
     width, mask = batch["input_ids"].shape[1], batch.get("attention_mask")

@@ -58,15 +58,12 @@ def sequence_classification_objective(
 def multiple_choice_objective(
     model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Cross entropy of the right one of an example's C choices.
+    """Cross entropy of the right one of an example's C choices, `[B]` float32.
 
     Args:
       model, inputs: `...ForMultipleChoice`, also under PEFT; `input_ids` `[B, C, T]` and the like,
         padded on either side, with `labels` `[B]`.
       label_smoothing: see `smoothed`.
-
-    Returns:
-      `[B]` float32.
     """
     labels, shape = labels_of(inputs), inputs["input_ids"].shape
     rows = right_padded(flattened_rows(without_labels(inputs), shape))
@@ -120,15 +117,12 @@ def span_losses(
 
 
 def question_answering_objective(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Losses of an extractive question answering head (see `span_losses`).
+    """Losses of an extractive question answering head (see `span_losses`), `[B]` float32.
 
     Args:
       model, inputs: `...ForQuestionAnswering` with `start_logits` and `end_logits`, also under PEFT;
         `input_ids` `[B, T]` and the like, padded on either side, with `start_positions` and
         `end_positions` `[B]`, columns of `input_ids`.
-
-    Returns:
-      `[B]` float32.
     """
     starts, ends = (labels_of(inputs, name) for name in ("start_positions", "end_positions"))
     batch, width = right_padded(inputs), inputs["input_ids"].shape[1]
@@ -149,15 +143,12 @@ def question_answering_objective(model: nn.Module, inputs: Inputs) -> Tensor:
 def token_classification_objective(
     model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Mean cross entropy over an example's own labelled tokens, 0 without any.
+    """Mean cross entropy over an example's own labelled tokens, 0 without any, `[B]` float32.
 
     Args:
       model, inputs: `...ForTokenClassification`, also under PEFT; what its forward takes, with `labels`
         `[B, T]`, -100 where a token carries none; padded on either side.
       label_smoothing: see `smoothed`.
-
-    Returns:
-      `[B]` float32.
     """
     labels_of(inputs)
     batch = right_padded(inputs, token_keys=(*TOKEN_KEYS, "labels"))
@@ -167,14 +158,11 @@ def token_classification_objective(
 
 
 def masked_lm_objective(model: nn.Module, inputs: Inputs, label_smoothing: float = 0.0) -> Tensor:
-    """Losses of a masked language model over the labels != -100.
+    """Losses of a masked language model over the labels != -100, `[B]` float32.
 
     Args:
       model, inputs: the encoder, also under PEFT; what its forward takes, with `labels` `[B, T]`.
       label_smoothing: see `smoothed`.
-
-    Returns:
-      `[B]` float32.
     """
     return token_classification_objective(model, inputs, label_smoothing)
 
@@ -257,13 +245,10 @@ class OneRowLoss:
         self.loss, self.__name__, self.holder = loss, name, holder
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Losses of the examples, each by itself.
+        """Losses of the examples, each by itself, `[B]` float32.
 
         Args:
           model, inputs: what the loss takes, labels included; tensors and lists of B examples.
-
-        Returns:
-          `[B]` float32.
 
         Raises:
           ValueError: the loss of one row is no floating number.

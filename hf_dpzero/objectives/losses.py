@@ -39,7 +39,7 @@ def classification_losses(
     problem_type: str | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Per-example loss of a sequence classifier.
+    """Per-example loss of a sequence classifier, `[B]` float32.
 
     Args:
       logits: `[B, L]`, any floating dtype; computed in float32.
@@ -48,9 +48,6 @@ def classification_losses(
       problem_type: Hugging Face's `config.problem_type`; None infers it as transformers does: one
         logit is regression, integer labels are classes, float labels are multi-label.
       label_smoothing: share of the target that is spread evenly over the classes, in [0, 1).
-
-    Returns:
-      `[B]` float32.
 
     Raises:
       ValueError: a label out of range, an unknown `problem_type`, or label smoothing of one without

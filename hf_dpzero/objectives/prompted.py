@@ -56,11 +56,7 @@ class PromptObjective(ABC):
 
     @abstractmethod
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """What the model answers.
-
-        Args:
-          model: in eval mode, without gradients.
-          inputs: a batch, with or without labels.
+        """What the model, in eval mode and without gradients, answers to a batch, labelled or not.
 
         Returns:
           `[B, L]` float32 scores of the classes, or `[B, N]` int64 tokens padded with -100.
@@ -112,14 +108,7 @@ class LabelWords(ClassScores):
             )
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Logits of the label words.
-
-        Args:
-          model, inputs: see the class.
-
-        Returns:
-          `[B, L]` float32.
-        """
+        """Logits of the label words, `[B, L]` float32."""
         positions = required(inputs, "positions", self)
         _check_inside(positions, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
         logits = selected_logits(model, self._for_model(inputs), positions.unsqueeze(1))
@@ -147,13 +136,7 @@ class Candidates(ClassScores):
     columns: ClassVar[tuple[str, ...]] = ("answer_lengths",)
 
     def predict(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Mean log-probability of each candidate's tokens.
-
-        Args:
-          model, inputs: see the class.
-
-        Returns:
-          `[B, L]` float32.
+        """Mean log-probability of each candidate's tokens, `[B, L]` float32.
 
         Raises:
           ValueError: tensors of other shapes.
@@ -205,9 +188,6 @@ class Answers(PromptObjective):
 
         The prompt is what stands before the first labelled token, or the whole row if none is.
 
-        Args:
-          model, inputs: see the class.
-
         Returns:
           `[B, max_new_tokens]` int64.
         """
@@ -215,9 +195,6 @@ class Answers(PromptObjective):
 
     def decode(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """`greedy` after each row's prompt.
-
-        Args:
-          model, inputs: see the class.
 
         Returns:
           `[B, max_new_tokens]` int64; the mean logits `[B]` float32.
@@ -297,14 +274,6 @@ def _first(mask: Tensor) -> int:
 
 def required(inputs: Inputs, name: str, objective: PromptObjective) -> Tensor:
     """A tensor that an objective needs of its batch.
-
-    Args:
-      inputs: the batch.
-      name: of the tensor.
-      objective: who asks.
-
-    Returns:
-      `inputs[name]`.
 
     Raises:
       ValueError: the collator did not make it.

@@ -114,9 +114,6 @@ def parameters(
       calibration: "paper" takes the theorem's tau_y, "corrected" the largest that the account allows.
       steps: T; by default the theorem's, max(1, floor(6 n eps / (16 sqrt(2 log 1/delta) log |Q|))).
 
-    Returns:
-      The plan.
-
     Raises:
       ValueError: a size too small, a target out of range, or epsilon >= 1 for the paper's calibration.
     """
@@ -158,14 +155,11 @@ class Synthetic:
     private: bool
 
     def rows(self, count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        """A synthetic data set: cells drawn from the weights (post-processing).
+        """A synthetic data set: cells drawn from the weights (post-processing), int64 [count].
 
         Args:
           count: how many; the paper takes n.
           generator: need not be secret.
-
-        Returns:
-          int64 [count].
         """
         return generator.choice(len(self.weights), count, p=self.weights)
 

@@ -183,12 +183,7 @@ def gather_numbers(value: int) -> list[int]:
 
 
 def gather_blocks(block: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Tensors on the CPU of one shape, of every process of a group, in the order of its ranks.
-
-    Args:
-      block: this process'.
-      group: of `torch.distributed`.
-    """
+    """Tensors on the CPU of one shape, of every process of a group, in the order of its ranks."""
     told = [torch.empty_like(block) for _ in range(dist.get_world_size(group))]
     _run(dist.all_gather, block.contiguous(), told, group=group)
     return told
@@ -212,12 +207,7 @@ def is_main() -> bool:
 
 
 def numbers_of_main(make: Callable[[], Sequence[float]], count: int) -> tuple[float, ...]:
-    """Calls `make` on rank 0 only and shares its floats, exactly: noise is drawn once.
-
-    Args:
-      make: returns so many floats.
-      count: how many.
-    """
+    """Calls `make` on rank 0 only and shares its floats, exactly: noise is drawn once."""
     if not active():
         return tuple(make())
     made = list(make()) if is_main() else [0.0] * count

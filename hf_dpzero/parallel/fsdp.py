@@ -169,10 +169,6 @@ def layer_classes(model: nn.Module) -> list[str]:
 def check_splittable(model: nn.Module, args: DPZeroConfig) -> None:
     """Refuses weights that FSDP2 would change or cannot cut.
 
-    Args:
-      model: not cut yet.
-      args: a `DPZeroConfig`.
-
     Raises:
       ValueError: quantised weights, or weights in low precision under mixed precision, which
         Accelerate would turn into float32.

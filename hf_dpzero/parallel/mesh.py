@@ -157,9 +157,6 @@ def direction_shares(
       may: False keeps D = 1.
       differences: "central", or "forward", where each of the D processes evaluates f(theta) too.
 
-    Returns:
-      D.
-
     >>> direction_shares(4, 16, Placement(512, (1, 16), {8: 0.5, 16: 0.5}, 40.0).busiest)
     1
     >>> direction_shares(4, 16, Placement(4, (1, 4), {8: 1.0}, 40.0).busiest)
@@ -184,12 +181,6 @@ def place_on_mesh(
     rows. So it is where one process needs few passes: rows of one width, that go through one; or a GPU,
     where a pass costs much beside its rows. There `microbatch_size` can keep the bits.
 
-    Args:
-      args: settings of the run.
-      model: to be trained.
-      placement: for one process.
-      sharded: whether parameters lie in parts.
-
     Raises:
       ValueError: `performance.direction_parallel_size` does not fit the processes, K or the method.
     """
@@ -208,7 +199,6 @@ def choose_mesh(
     """The mesh that `direction_parallel_size` asks for, or the one that leaves the least work.
 
     Args:
-      args, model, sharded: as in `place_on_mesh`.
       work: R -> what the busiest share evaluates for one direction and sign.
 
     Raises:

@@ -244,14 +244,11 @@ class DirectionStream:
     def coefficient_uniforms(
         self, numbers: NDArray[np.uint64], age: int = 0
     ) -> NDArray[np.float64]:
-        """Returns one public uniform in [0, 1), a multiple of 2^-53, for each tensor.
+        """Returns one public uniform in [0, 1), a multiple of 2^-53, for each tensor, float64 [n].
 
         Args:
           numbers: places of the tensors in `layout`, [n].
           age: steps since the direction was released.
-
-        Returns:
-          float64 [n].
         """
         words = self.tensor_words(numbers).astype(np.uint64)
         first = (words[1] << np.uint64(32) | words[0]) >> np.uint64(11)

@@ -111,12 +111,7 @@ class ParameterSpace(Coordinates):
         smoothing: float = 1e-3,
         decayed: Collection[str] | None = None,
     ) -> Self:
-        """Makes the space of a model's parameters with `requires_grad`; tied weights count once.
-
-        Args:
-          model: any.
-          distribution, smoothing, decayed: as for the class.
-        """
+        """Makes the space of a model's parameters with `requires_grad`; tied weights count once."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return cls(trainable, distribution=distribution, smoothing=smoothing, decayed=decayed)
 

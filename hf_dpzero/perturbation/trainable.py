@@ -42,12 +42,7 @@ def select_trainable(model: nn.Module, pattern: str | None) -> None:
 
 
 def num_trainable(model: nn.Module, pattern: str | None) -> int:
-    """d, the number of coordinates that `select_trainable` leaves trainable; tied ones count once.
-
-    Args:
-      model: any.
-      pattern: as there.
-    """
+    """d, the number of coordinates that `select_trainable` leaves trainable; tied ones count once."""
     named = model.named_parameters()
     return sum(p.numel() for name, p in named if is_trained(name, p, pattern))
 
@@ -79,10 +74,6 @@ def check_trainable(named: Sequence[tuple[str, Tensor]]) -> None:
 
 def check_dtype(name: str, parameter: Tensor) -> None:
     """Refuses a trainable parameter that cannot be perturbed exactly in place.
-
-    Args:
-      name: used in the message.
-      parameter: on any device.
 
     Raises:
       ValueError: quantised, made under `torch.inference_mode()`, or not of `TRAINABLE_DTYPES`.
@@ -210,9 +201,6 @@ def gathered(tensors: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
     Args:
       tensors: of one dtype and device. One alone stays where it is, made contiguous.
       starts: first element of each in the result, ascending.
-
-    Returns:
-      The flat tensor.
     """
     if len(tensors) == 1:
         if not tensors[0].is_contiguous():

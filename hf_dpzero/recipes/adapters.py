@@ -78,9 +78,6 @@ def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICA
       folder: what `save_pretrained` of the adapter wrote.
       head: "sequence_classification", "masked_lm" or "causal_lm".
 
-    Returns:
-      The PEFT model.
-
     Raises:
       ValueError: the adapter was trained on another kind of model.
     """

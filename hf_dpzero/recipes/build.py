@@ -88,9 +88,6 @@ def with_kept_column(
       task: has the rows that they were made of.
       column: its name, or None.
 
-    Returns:
-      The splits.
-
     Raises:
       ValueError: the training rows have no such column.
     """

@@ -287,9 +287,6 @@ def fetched(
       arguments: the recipe's; `model_revision` is used.
       settings: passed on to `load`.
 
-    Returns:
-      What `load` returns.
-
     Raises:
       FileNotFoundError: see `check_folder`.
       OSError: damaged weights; the Hub has no such model or revision, asks for a login, or cannot be

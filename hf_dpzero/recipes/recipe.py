@@ -80,9 +80,6 @@ def load_recipe(
       path: the YAML file, or the name of a recipe that comes with the package.
       overrides: command-line words (`["--max_steps", "5"]`) or a mapping; later ones win.
 
-    Returns:
-      The validated recipe.
-
     Raises:
       FileNotFoundError: no such recipe, or none that it extends.
       ValueError: unknown, repeated, missing or ill-typed keys, recipes that extend each other in a
@@ -101,9 +98,6 @@ def build_recipe(
       chain: each file and its own keys; later files replace keys of earlier ones (`recipe_chain`).
       overrides: settings that replace those of all files.
       source: the recipe's name in errors about the whole.
-
-    Returns:
-      The recipe.
 
     Raises:
       ValueError: see `load_recipe`.
@@ -342,9 +336,6 @@ class RecipeParser(HfArgumentParser):
           key: field name of one of the config classes.
           value: what YAML or a command line gave: text, number, bool, None, list or mapping.
           source: file name or "command line", named in errors.
-
-        Returns:
-          A value of the field's type.
 
         Raises:
           ValueError: `key` is no field (the nearest one is named), or `value` does not fit it.

@@ -233,7 +233,7 @@ class SentenceClassifier(PreTrainedModel):
 
 
 def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
-    """Joins embeddings a, b to [a; b; |a - b|; sqrt(H) a * b] (Conneau et al. 2017).
+    """Joins embeddings a, b to [a; b; |a - b|; sqrt(H) a * b] (Conneau et al. 2017), `[B, 4 H]`.
 
     The factor sqrt(H) gives the entries of the product the size of the others' where a and b have
     length 1 (entries of size 1/sqrt(H)); without normalize, the product is InferSent's own.
@@ -241,9 +241,6 @@ def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
     Args:
       first, second: a and b, `[B, H]`.
       normalize: scale each row of the result to Euclidean length 1.
-
-    Returns:
-      `[B, 4 H]`.
 
     >>> compare(torch.tensor([[1., 2.]]), torch.tensor([[3., 1.]]), normalize=False)
     tensor([[1., 2., 3., 1., 2., 1., 3., 2.]])

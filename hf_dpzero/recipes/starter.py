@@ -72,12 +72,6 @@ def detect_columns(
 ) -> Columns:
     """Reads off the columns' names and types what the rows are for.
 
-    Args:
-      rows: the file's rows.
-      text: the text column, if it was said.
-      pair: the second text column, if it was said.
-      label: the label column, if it was said.
-
     Raises:
       ValueError: a column that is not there, or no column that could be the text or the label.
     """

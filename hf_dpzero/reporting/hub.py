@@ -80,9 +80,6 @@ def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None 
       output_dir: the run's folder; its weights may have been removed.
       repo_id: Hub id for the card's examples.
 
-    Returns:
-      The card's path.
-
     Raises:
       FileNotFoundError: report or trajectory are missing; says what makes them.
       ValueError: the report disagrees with the trajectory, or with the weights where there are any.

@@ -66,9 +66,6 @@ def model_card(
       repo_id: Hub id that the loading example names.
       model_type: of the configuration; "sentence_classifier" needs this package for loading.
       plot: embed the training curve that lies beside the card.
-
-    Returns:
-      The card, which the caller saves.
     """
     from huggingface_hub import ModelCard
 
@@ -259,9 +256,6 @@ def new_figure(panels: int, width: float = 5.0, height: float = 4.0) -> Any:
       panels: side by side.
       width: of each, in inches.
       height: in inches.
-
-    Returns:
-      The figure, without axes.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

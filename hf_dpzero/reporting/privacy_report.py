@@ -285,9 +285,6 @@ class PrivacyReport:
           plan: the plan that ran.
           at_least: a total epsilon that this run's part of a search may not understate.
 
-        Returns:
-          A new report.
-
         Raises:
           ValueError: an unknown entry; or one that accounts for whole runs, for a part of a run.
         """

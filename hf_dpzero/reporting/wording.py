@@ -49,22 +49,15 @@ BASE_WEIGHTS = {
 """What the weights were at the start of a run, and the caveat that it takes."""
 
 
-def round_up(value: float, digits: int = 4) -> str:
-    """A number in words that never understates it.
-
-    Args:
-      value: at least 0.
-      digits: significant digits, at most.
-
-    Returns:
-      `value` rounded up.
+def round_up(value: float) -> str:
+    """A number of at least 0 in words that never understates it: at most 4 significant digits.
 
     >>> round_up(1.99811), round_up(2.0), round_up(12.00001), round_up(math.inf)
     ('1.999', '2', '12.01', 'inf')
     """
     if math.isinf(value):
         return "inf"
-    context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
+    context = decimal.Context(prec=4, rounding=decimal.ROUND_CEILING)
     text = f"{context.create_decimal(decimal.Decimal(value)):f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -143,9 +136,6 @@ def statement(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "non
         and so on.
       plan: that ran.
       tuning: the report's `tuning` entry.
-
-    Returns:
-      The statement of a private run.
     """
     sampling = SAMPLERS.get(facts["sampling"], facts["sampling"])
     _, _, released, trials, afterword = _search(tuning)
@@ -290,11 +280,6 @@ def tuning_words(tuning: Tuning) -> str:
 
 def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none") -> list[str]:
     """What the guarantee assumes and does not cover.
-
-    Args:
-      facts: of a report.
-      plan: the plan that ran.
-      tuning: the report's `tuning` entry.
 
     Returns:
       Sentences: first what nothing in the run can see, then a base model that is not private.

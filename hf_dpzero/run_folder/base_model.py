@@ -72,11 +72,6 @@ def mark_as_trained(model: nn.Module, started_from: str, ended_in: str) -> None:
     """Notes on a model, and on all its parts, that a run has changed it.
 
     The note survives copies, and adapters that are put on or taken off.
-
-    Args:
-      model: after training.
-      started_from: its `state_digest` before training.
-      ended_in: its `state_digest` now.
     """
     # On every part: a head or an encoder may go on alone, in another model.
     for module in model.modules():
@@ -355,12 +350,7 @@ def _related(parameter: Tensor, tensor: Tensor) -> bool:
 
 
 def are_fresh(model: nn.Module, pattern: str | None) -> bool:
-    """Whether the checkpoints that a model names are here, and have no parameter that is trained.
-
-    Args:
-      model: any.
-      pattern: of `select_trainable`.
-    """
+    """Whether the checkpoints that a model names are here, and have no parameter that is trained."""
     trained = [(n, p) for n, p in model.named_parameters() if is_trained(n, p, pattern)]
     renamed = names_on_disk(model)
     with _sources(model) as sources:

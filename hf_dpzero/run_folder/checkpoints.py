@@ -59,9 +59,6 @@ def step_of(checkpoint: Path) -> int:
 def complete_checkpoints(output_dir: Path) -> list[Path]:
     """Returns the checkpoints that were written to their end, oldest step first.
 
-    Args:
-      output_dir: of the run.
-
     Returns:
       Their folders; of one that a crash left half replaced, the old one.
     """

@@ -151,10 +151,6 @@ def ledger_header(run: Run) -> dict[str, Any]:
 def check_folder(run: Run, checkpoint: str | None, resumes: bool) -> None:
     """Refuses what lies in a run's folder, on rank 0 for all, before the model is tried.
 
-    Args:
-      run: nothing of it was checked yet.
-      checkpoint, resumes: as of `start_or_resume`.
-
     Raises:
       LedgerError: the ledger is missing, damaged or of another run, or a run there was interrupted; or
         something was made by releases that the ledger does not hold.
@@ -281,10 +277,6 @@ def _keep_initial_values(run: Run, compared: Comparison | None, digest: str) -> 
 
 def check_resumed(plan: PrivacyPlan, ledger: Trajectory) -> None:
     """Refuses to go on with a run whose next step depends on what was in the interrupted process alone.
-
-    Args:
-      plan: of the run.
-      ledger: of the interrupted run.
 
     Raises:
       LedgerError: steps were taken, and their un-noised sums of losses are lost.

@@ -72,12 +72,7 @@ def write_initial_values(
 
 
 def copy_initial_values(run: str | Path, folder: str | Path) -> None:
-    """Copies the run's file, if there is one, to where weights are saved too.
-
-    Args:
-      run: the run's output_dir.
-      folder: any.
-    """
+    """Copies the run's file, if there is one, to where weights are saved too."""
     source, target = Path(run) / INITIAL_VALUES_FILE, Path(folder) / INITIAL_VALUES_FILE
     if source.is_file() and source.resolve() != target.resolve():
         shutil.copyfile(source, target)
@@ -85,10 +80,6 @@ def copy_initial_values(run: str | Path, folder: str | Path) -> None:
 
 def load_initial_model(path: str | Path, base: str) -> nn.Module:
     """Returns the model that the run started with.
-
-    Args:
-      path: of `write_initial_values`.
-      base: folder or Hub id of the base model.
 
     Returns:
       The model in eval mode; `replay` compares its digest.

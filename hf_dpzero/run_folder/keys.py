@@ -91,10 +91,6 @@ class RunKeys(NamedTuple):
 def check_uploads(plan: PrivacyPlan, callbacks: Iterable[object]) -> None:
     """Refuses callbacks that would upload the folder with the keys together with everything else.
 
-    Args:
-      plan: of the run.
-      callbacks: of its trainer.
-
     Raises:
       ValueError: names the callback, and what to set.
     """
@@ -161,10 +157,6 @@ def open_keys(run: Run) -> RunKeys:
 def check_kept(run: Run, keys: RunKeys) -> None:
     """Refuses to end a run on fixed batches whose rows changed places while it trained.
 
-    Args:
-      run: with its rows.
-      keys: of `open_keys`.
-
     Raises:
       LedgerError: a callback, or the data set itself, shuffled them.
     """
@@ -184,11 +176,6 @@ def check_kept(run: Run, keys: RunKeys) -> None:
 
 def noise_of_steps(plan: PrivacyPlan, source: NoiseSource, keys: RunKeys) -> NoiseSource:
     """Returns what steps draw from: the trainer's source, or correlated noise from the run's keys.
-
-    Args:
-      plan: of the run.
-      source: what the user gave, or operating-system entropy.
-      keys: of `open_keys`.
 
     Raises:
       ValueError: a source of the user's own, whose draws cannot be made again.

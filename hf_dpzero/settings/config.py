@@ -89,12 +89,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """As in TrainingArguments. Every Trainer asks for it when its training starts; scripts may.
 
-        Args:
-          num_training_steps: of the run.
-
-        Returns:
-          Steps of warm-up.
-
         Raises:
           ValueError: a Trainer without `DPZeroMixin` asks, which knows no privacy.
         """
@@ -255,9 +249,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
           num_examples: n.
           dimension: d, trainable coordinates; for methods that release d-vectors (`DenseNoise`). None
             stands for 2^27 there.
-
-        Returns:
-          The plan.
 
         Raises:
           ValueError: sampler, mechanism and relation together have no sound accounting, the batch

@@ -102,10 +102,6 @@ def factors_of(name: str, text: str | None) -> Factors | None:
 def smoothing_of_steps(config: DPZeroConfig, steps: int) -> Callable[[int], float] | None:
     """lambda of each step.
 
-    Args:
-      config: a `DPZeroConfig`.
-      steps: T.
-
     Returns:
       step -> lambda; None for one that stays.
 

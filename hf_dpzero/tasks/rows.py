@@ -242,12 +242,7 @@ def _load_hub(source: HubSource) -> datasets.DatasetDict:
 
 
 def column_of(splits: datasets.DatasetDict, namings: Sequence[str]) -> str:
-    """Returns the first of several names that is a column of the rows; where none is, the first.
-
-    Args:
-      splits: the raw rows.
-      namings: what the column may be called.
-    """
+    """Returns the first of several names that is a column of the rows; where none is, the first."""
     there = next(iter(splits.values())).column_names
     return next((naming for naming in namings if naming in there), namings[0])
 

@@ -217,9 +217,6 @@ class PromptEncoder:
           rows: field -> text.
           limits: most tokens of each row's prompt.
 
-        Returns:
-          One `Encoded` a row.
-
         Raises:
           ValueError: a limit leaves no room even for the template without its fields, or a prompt is
             empty.
@@ -351,10 +348,6 @@ class PromptEncoder:
 
 def mask_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> tuple[int, ...]:
     """Returns the token of each label word where it stands at a mask, that is after a space.
-
-    Args:
-      tokenizer: a masked language model's.
-      words: the label words.
 
     Returns:
       L token ids.

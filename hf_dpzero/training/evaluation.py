@@ -63,10 +63,6 @@ class RowGroups:
 def groups_of_rows(config: DPZeroConfig, dataset: Any) -> RowGroups | None:
     """Reads the groups of evaluation data from its own `group_robust.column`.
 
-    Args:
-      config: the trainer's arguments.
-      dataset: the evaluation data, or None.
-
     Returns:
       None without `group_robust.column`, and where no row has a group (a warning says so). Rows
       of groups that `group_robust.shares` does not name are in none; a warning tells of the first one.

@@ -227,10 +227,6 @@ class ZerothOrderMethod:
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """Takes a step; settles at once if a callback of others was added since the start.
 
-        Args:
-          batch: its number and microbatches.
-          learning_rate: of this step.
-
         Returns:
           Un-noised differences [B, K] (private), or None if no data was read.
         """

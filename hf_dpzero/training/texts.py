@@ -408,11 +408,6 @@ def check_template(tokenizer: PreTrainedTokenizerBase, form: tuple[str, ...], na
 
     Tried on two made-up turns, so the outcome depends on no row.
 
-    Args:
-      tokenizer: for rows of chats.
-      form: their columns.
-      name: of the data set, in errors.
-
     Raises:
       ValueError: it has no chat template; or the template does not begin a chat with the tokens of its
         prompt, and the loss is taken from where the prompt ends.

@@ -125,7 +125,7 @@ def _whole_rows(
 def coordinates(
     key: Unsigned, gaussian: bool, start: int, count: int, device: torch.device
 ) -> Tensor:
-    """Returns raw coordinates of a stream, exact.
+    """Returns raw coordinates of a stream, exact, float32 [count].
 
     Args:
       key: uint32 [4].
@@ -133,9 +133,6 @@ def coordinates(
       start: first index, any.
       count: how many.
       device: where they are made and left.
-
-    Returns:
-      float32 [count].
     """
     lead = start % LANES
     out = torch.zeros(lead + count, device=device)

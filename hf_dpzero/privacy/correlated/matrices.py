@@ -118,14 +118,11 @@ class Factorization(ABC):
 
     @abstractmethod
     def gram(self, rounds: np.ndarray, count: int | None = None) -> np.ndarray:
-        """Returns inner products of columns of C.
+        """Returns inner products of columns of C, float64 [m, m].
 
         Args:
           rounds: m of them, increasing, int64 [m].
           count: only the first `count` rows of C (and rounds below it); default all.
-
-        Returns:
-          float64 [m, m].
         """
 
     @property

@@ -290,10 +290,6 @@ def check_multiplier(name: str, sigma: float) -> float:
 def check_dimension(mechanism: MechanismBase, dimension: int) -> None:
     """Refuses more noisy coordinates than the plan accounts for.
 
-    Args:
-      mechanism: of the plan.
-      dimension: d, coordinates that will receive its noise.
-
     Raises:
       ValueError: `dimension` exceeds that of a mechanism with dense noise.
     """
