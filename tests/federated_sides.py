@@ -27,7 +27,7 @@ def side(
     """A side with rows of its own model; `settings` are a DPZeroConfig's."""
     own = {
         name: settings.pop(name)
-        for name in ("participation", "own_rows", "sampling_probability", "max_epsilon")
+        for name in ("own_rows", "sampling_probability", "max_epsilon")
         if name in settings
     }
     values = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def run_federate(arguments: Federate) -> None:
     """
     from hf_dpzero.federated.report import summary
     from hf_dpzero.federated.run import ServerRun, run_in_process
-    from hf_dpzero.federated.setup import Settings, Side, check_folder
+    from hf_dpzero.federated.setup import Settings, check_folder
 
     engine = arguments.engine
     if engine not in ENGINES:
@@ -144,7 +145,6 @@ def run_federate(arguments: Federate) -> None:
         clients=len(files) or given,
         partition=arguments.partition,
         rounds=arguments.rounds,
-        participation=arguments.participation,  # type: ignore[arg-type] # checked by local_plan
     )
     named = arguments.output_dir
     if named is None:
@@ -159,17 +159,12 @@ def run_federate(arguments: Federate) -> None:
     from hf_dpzero.federated import flower
 
     flower.check_flower()
-    side = Side.build(settings, folder)
-    server = ServerRun(side, folder, resume=arguments.resume)
-
-    try:
+    with contextlib.closing(ServerRun.of(settings, folder, resume=arguments.resume)) as server:
         flower.simulate(
             lambda transport: server.run(transport, min_clients=arguments.min_clients),
-            flower.simulated_clients(settings, str(folder)),
-            num_clients=settings.clients,
+            settings,
+            folder,
             timeout=arguments.timeout,
             actors=arguments.actors,
         )
         print(summary(server.report()))
-    finally:
-        server.close()

@@ -169,11 +169,6 @@ class Federate(Options):
         "on public rows, since the clients' numbers of rows are reported"
     )
     rounds: int | None = _option("R; default the recipe's max_steps")
-    participation: str = _option(
-        "sampled (default): each round draws a client's rows anew; once: each row takes part in one "
-        "round, which needs --neighboring_relation replace_one",
-        "sampled",
-    )
     output_dir: str | None = _option("the run's folder; default the recipe's and -federated")
     resume: bool = _option("go on with the ledgers in output_dir", False)
     min_clients: int = _option("wait until so many are there", 1)

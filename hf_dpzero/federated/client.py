@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,28 +29,21 @@ from hf_dpzero.federated.messages import (
 )
 from hf_dpzero.federated.plan import LocalPlan, PlanError, contract_digest
 from hf_dpzero.federated.report import RUNS, served, together
-from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.objectives.losses import PaddedMicrobatch, num_examples
 from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
 from hf_dpzero.reporting.wording import round_up
-from hf_dpzero.run_folder.keys import digest_of_rows
 from hf_dpzero.training.methods import ZerothOrderMethod, prepare
 
 if TYPE_CHECKING:
-    from hf_dpzero.run import Dataset
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
 
 logger = logging.getLogger(__name__)
 
 PUBLIC_ROWS = 64
 """So many, at most, say how large differences are."""
-
-ROWS_FILE = Path("_private") / "rows.json"
-
-_TWICE = "with participation=once a row could take part twice, which epsilon does not cover"
-_OTHERWISE = "or take another output-dir; what was spent stays spent."
 
 
 class Replica:
@@ -174,7 +165,8 @@ class LocalClient:
         if (self.folder / LEDGER_NAME).exists() and not path.exists():
             raise LedgerError(
                 f"{path} is missing, which said what this client released: a new one would forget what "
-                f"was spent, and draw the open round's noise again. Restore it, {_OTHERWISE}"
+                f"was spent, and draw the open round's noise again. Restore it, or take another "
+                "output-dir; what was spent stays spent."
             )
         header = {
             "client": self.name,
@@ -254,39 +246,6 @@ class LocalClient:
         noised = mechanism.release(total, ask.round, self.noise)
         ledger.append(ask.round, 0, noised)  # paid for before it is sent
         return Message(VALUES, ask.round, self._digest, values=tuple(noised))
-
-
-def check_same_rows(folder: Path, dataset: Dataset, rows: Sequence[int]) -> None:
-    """Remembers the rows of a client, or compares them with those that it remembers.
-
-    With `participation: once` round r takes the r-th block of them. In another order, or with other
-    rows, a row could come again, which the account of one release does not cover. So a client leaves a
-    digest of its rows, made with a secret key, in its own folder. The digest is of up to 10,000 rows,
-    evenly spread: of more, two that changed places may go unnoticed, a shuffle does not.
-    """
-    path = folder / ROWS_FILE
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    if before is None and (folder / RELEASED_NAME).exists():
-        raise PlanError(
-            f"{ROWS_FILE} in the client's folder is missing, which knew its rows again: {_TWICE}. "
-            f"Restore it, {_OTHERWISE}"
-        )
-    # with a key, so that who reads the file cannot try rows against it
-    key = bytes.fromhex(before["key"]) if before else secrets.token_bytes(32)
-    now = digest_of_rows(dataset, key, rows)
-    if not now:
-        raise PlanError(
-            "the client's rows are drawn anew at each access, so that nothing tells whether they are "
-            f"those of its first start: {_TWICE}. Store the rows as they are to be used, or use "
-            "participation=sampled."
-        )
-    if before is None:
-        write_for_owner(path, json.dumps({"key": key.hex(), "rows": now}))
-    elif before["rows"] != now:
-        raise PlanError(
-            "the client's rows are not those of its first start, or not in that order (an unseeded "
-            f"shuffle?): {_TWICE}. Load them as they were ({ROWS_FILE} knows them), {_OTHERWISE}"
-        )
 
 
 def check_ceiling(folder: Path, local: LocalPlan, ceiling: float | None) -> None:

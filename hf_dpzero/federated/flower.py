@@ -1,18 +1,15 @@
 """All that knows Flower (https://flower.ai): payloads in its messages, a simulation on Ray, two apps.
 
-Each payload travels as one bytes entry of a `ConfigRecord`, by its kind. Flower knows who sent a
-message; the payload's own checks are in `messages`.
-`docs/how_to/federated.md` has the commands for several machines; `configs/federated` is the folder that
-`flwr run` takes. What concerns a client's privacy (recipe, overrides, rows, folder) comes from the
-client's own `--node-config`, never from the server's run configuration.
+Each payload travels as one bytes entry of a `ConfigRecord`, by its kind. What concerns a client's
+privacy (recipe, overrides, rows, folder) comes from its own `--node-config`, never from the server.
 
-Flower starts a process for each message of a client on a SuperNode. That process loads neither torch nor
-transformers (nor does importing this module): it hands the payload over a local socket to the client's
-resident process, which it starts where there is none, and carries the answer back. A resident process
-ends with the SuperNode that it serves. Killed at any moment, the next message starts another, which
-continues from the client's ledger.
+Flower 1.41 starts a process for each message of a client on a SuperNode, under both of its isolations.
+That process loads neither torch nor transformers (nor does importing this module): it hands the payload
+over a local socket to the client's resident process, which it starts where there is none. A resident
+process ends with the SuperNode that it serves. Killed at any moment, the next message starts another,
+which continues from the client's ledger.
 
-    python -m hf_dpzero.federated.flower FOLDER PID < values.json     # as `hand_over` starts it
+    python -m hf_dpzero.federated.flower FOLDER PID     # as `hand_over` starts it
 
 What it prints goes to FOLDER/client.log, which may quote rows: only its owner reads it, and it stays
 there. Telemetry of Flower and usage statistics of Ray are off unless the environment says otherwise.
@@ -22,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -73,13 +71,11 @@ class ResidentError(RuntimeError):
 
 def check_flower() -> None:
     """Raises an ImportError that says what to install, where Flower is not."""
-    try:
-        import flwr  # noqa: F401
-    except ImportError as error:
+    if importlib.util.find_spec("flwr") is None:
         raise ImportError(
             "federated runs travel by Flower, which is not installed: pip install "
             "'hf-dpzero[federated]' (CPython 3.11 or newer), or use --engine in_process."
-        ) from error
+        )
 
 
 # ------------------------------------------------------------------ payloads
@@ -149,8 +145,8 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
     """Reads a side's settings from a configuration of Flower.
 
     Args:
-      values: `recipe`, and if wanted `overrides` (words), `rounds`, `participation`,
-        `sampling-probability`, `max-epsilon`; "" stands for none.
+      values: `recipe`, and if wanted `overrides` (words), `rounds`, `sampling-probability`,
+        `max-epsilon`; "" stands for none.
     """
     if not values.get("recipe"):
         raise ValueError(
@@ -165,14 +161,9 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
                 raise ValueError(f"{name}={given!r}: give a number.") from None
     from hf_dpzero.federated.setup import Settings
 
-    return Settings(
-        recipe=str(values["recipe"]),
-        overrides=tuple(shlex.split(str(values.get("overrides", "")))),
-        clients=1,
-        participation=values.get("participation") or "sampled",
-        own_rows=True,
-        **numbers,
-    )
+    words = tuple(shlex.split(str(values.get("overrides", ""))))
+    given = {"recipe": str(values["recipe"]), "overrides": words, "clients": 1, "own_rows": True}
+    return Settings(**given, **numbers)
 
 
 # ------------------------------------------------------------------ the process of a message
@@ -181,14 +172,12 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
 def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes:
     """Has a client's resident process answer a message, "join" or "round", with a payload.
 
-    With other `values`, those of its `--node-config`, than before, another process is started.
-
     Raises:
       ResidentError: it failed, or does not start; `client.log` in the folder says why.
     """
     for _ in range(2):  # once more if it is killed meanwhile
-        with contextlib.suppress(*_GONE), _connected(folder, values) as connection:
-            connection.send((kind, payload))
+        with contextlib.suppress(*_GONE), _connected(folder) as connection:
+            connection.send((dict(values), kind, payload))
             answer: bytes | None = connection.recv()
             if answer is not None:
                 return answer
@@ -196,81 +185,67 @@ def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes
     raise ResidentError(f"no answer; {folder / LOG_NAME} says why.")
 
 
-def _connected(folder: Path, values: Mapping[str, Any]) -> Connection:
-    text, process = json.dumps(dict(values), sort_keys=True), None
-    deadline = time.monotonic() + START_SECONDS
+def _connected(folder: Path) -> Connection:
+    deadline, process = time.monotonic() + START_SECONDS, None
     while process is None or (process.poll() is None and time.monotonic() < deadline):
         with contextlib.suppress(*_GONE, ValueError, KeyError):
-            return _call(folder, text)
-        process = process or _start(folder, text)
+            return _call(folder)
+        process = process or _start(folder)
         time.sleep(0.05)
     process.kill()
     raise ResidentError(f"the client's process does not start; {folder / LOG_NAME} says why.")
 
 
-def _call(folder: Path, text: str) -> Connection:
+def _call(folder: Path) -> Connection:
     entry = json.loads((folder / ADDRESS_NAME).read_text(encoding="utf-8"))
-    connection = Client(entry["address"], authkey=bytes.fromhex(entry["key"]))
-    if entry["values"] != text:
-        connection.send(None)  # it ends, and makes room for one with the new values
-        raise ValueError("other values than those of the process that is there")
-    return connection
+    return Client(entry["address"], authkey=bytes.fromhex(entry["key"]))
 
 
-def _start(folder: Path, text: str) -> subprocess.Popen[bytes]:
+def _start(folder: Path) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ADDRESS_NAME).unlink(missing_ok=True)
     log = folder / LOG_NAME
     log.touch(mode=0o600)
     log.chmod(0o600)  # an older log may be readable by others
     with open(log, "ab") as file:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "hf_dpzero.federated.flower", str(folder), str(os.getppid())],
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
             start_new_session=True,  # Flower ends the process of a message with its group
         )
-    assert process.stdin is not None
-    # not as an argument, which other users of the machine could read
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(text.encode())
-        process.stdin.close()
-    return process
 
 
 # ------------------------------------------------------------------ the resident process
 
 
-def serve(folder: Path, text: str) -> None:
-    """Answers messages by a `--node-config` (JSON), until another process takes its place."""
-    key, answers = secrets.token_bytes(32), _Answers(folder, json.loads(text))
+def serve(folder: Path) -> None:
+    """Answers the messages of one client, one after the other."""
+    key, answers = secrets.token_bytes(32), _Answers(folder)
     # the key keeps out whoever reaches the socket and cannot read the owner's file
     with Listener(authkey=key) as listener:
-        entry = {"address": listener.address, "values": text, "key": key.hex(), "pid": os.getpid()}
+        entry = {"address": listener.address, "key": key.hex(), "pid": os.getpid()}
         write_for_owner(folder / ADDRESS_NAME, json.dumps(entry))
         while True:
             with contextlib.suppress(*_GONE), listener.accept() as connection:
-                if (request := connection.recv()) is None:
-                    return
-                connection.send(answers(*request))
+                connection.send(answers(*connection.recv()))
 
 
 class _Answers:
     """Answers of a client; model and rows are loaded with the first message of a run.
 
     Each run has a folder of its own in the client's, named by its contract. Those of two runs at a time
-    are loaded anew at each turn.
+    are loaded anew at each turn, as they are for other values of `--node-config`.
     """
 
-    def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
-        self.folder, self.values = folder, values
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.run: str | None = None
         self.side: Side | None = None
 
-    def __call__(self, kind: str, payload: bytes) -> bytes | None:
+    def __call__(self, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes | None:
         try:
-            return self._answer(kind, payload)
+            return self._answer(values, kind, payload)
         except (ValueError, OSError, ImportError) as error:  # what the user can mend
             logging.debug("where it came from", exc_info=True)
             logging.error("no answer: %s", error)
@@ -278,17 +253,18 @@ class _Answers:
             logging.exception("no answer")
         return None  # and no word of the error leaves the client
 
-    def _answer(self, kind: str, payload: bytes) -> bytes:
-        (name, _), settings = client_of(self.values), settings_of(self.values)
+    def _answer(self, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes:
+        (name, _), settings = client_of(values), settings_of(values)
         from hf_dpzero.federated.report import RUNS
         from hf_dpzero.federated.setup import Side, run_of
 
-        run = run_of(kind, payload)
-        if self.side is None or (self.side.contract is not None and self.run != run):
-            self.side = None  # one model in memory
-            self.side = Side.build(settings, self.folder)
+        run, side = run_of(kind, payload), self.side
+        followed = side is not None and side.contract is not None
+        if side is None or side.settings != settings or (followed and self.run != run):
+            self.side = side = None  # one model in memory
+            self.side = side = Side.build(settings, self.folder)
         self.run = run
-        return self.side.answer(kind, payload, name, 0, self.folder / RUNS / run)
+        return side.answer(kind, payload, name, 0, self.folder / RUNS / run)
 
 
 def _end_with(watched: int) -> None:
@@ -348,26 +324,20 @@ def deployed_answer(kind: str, payload: bytes, context: Context) -> bytes:
     return hand_over(client_of(values)[1], values, kind, payload)
 
 
-def simulated_clients(settings: Settings, folder: str) -> ClientApp:
-    """Makes the app of a simulation's clients in the run's folder: partition i has shard i."""
-    return _app_of(functools.partial(simulated_answer, settings, folder))
-
-
 def simulated_answer(
-    settings: Settings, folder: str, kind: str, payload: bytes, context: Context
+    settings: Settings, folder: Path, kind: str, payload: bytes, context: Context
 ) -> bytes:
-    """Answers for a client of a simulation."""
-    from hf_dpzero.federated.setup import CLIENTS
+    """Answers for a client of a simulation in the run's folder: partition i has shard i."""
+    from hf_dpzero.federated.setup import CLIENTS, client_names
 
     client = int(context.node_config["partition-id"])
-    name = f"client-{client:03d}"
-    return _side(settings, folder).answer(
-        kind, payload, name, client, Path(folder) / CLIENTS / name
-    )
+    name = client_names(settings.clients)[client]
+    side = _side(settings, folder)
+    return side.answer(kind, payload, name, client, folder / CLIENTS / name)
 
 
 @functools.cache
-def _side(settings: Settings, folder: str) -> Side:
+def _side(settings: Settings, folder: Path) -> Side:
     """Builds one for each process: a module's function travels by name, so all messages find it."""
     from hf_dpzero.federated.setup import Side
 
@@ -384,28 +354,24 @@ def server_app() -> ServerApp:
     def serve(grid: Grid, context: Context) -> None:
         from hf_dpzero.federated.report import summary
         from hf_dpzero.federated.run import ServerRun
-        from hf_dpzero.federated.setup import Side
         from hf_dpzero.ledger.trajectory import LEDGER_NAME
 
         config = context.run_config
         folder = Path(str(config["output-dir"])).absolute()
-        resume = (folder / LEDGER_NAME).is_file()
-        run = ServerRun(Side.build(settings_of(config), folder), folder, resume=resume)
         transport = FlowerTransport(grid, float(config.get("timeout", 600.0)))
-        try:
+        resume = (folder / LEDGER_NAME).is_file()
+        with contextlib.closing(ServerRun.of(settings_of(config), folder, resume=resume)) as run:
             run.run(transport, min_clients=int(config.get("min-clients", 1)), patience=600.0)
             print(summary(run.report()))
-        finally:
-            run.close()
 
     return app
 
 
 def simulate(
     serve: Callable[[FlowerTransport], None],
-    clients: ClientApp,
+    settings: Settings,
+    folder: Path,
     *,
-    num_clients: int,
     timeout: float,
     actors: int = 1,
 ) -> None:
@@ -426,8 +392,8 @@ def simulate(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     run_simulation(
         server,
-        clients,
-        num_supernodes=num_clients,
+        _app_of(functools.partial(simulated_answer, settings, folder)),
+        num_supernodes=settings.clients,
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             "init_args": {"num_cpus": actors, "include_dashboard": False, "log_to_driver": False},
@@ -444,4 +410,4 @@ if __name__ == "__main__":
     (own / LOCK_NAME).touch()
     # one for a folder: two at once could each admit a run that both together may not
     with locked(own / LOCK_NAME):
-        serve(own, sys.stdin.read())
+        serve(own)

@@ -1,22 +1,13 @@
 """What a client agrees to: its own privacy plan, and the contract that it shares with the server.
 
-A plan says which of the client's rows take part in a round, and what that costs them:
-
-  sampled  each round draws the client's rows afresh by the recipe's sampler, whose key only the client
-           knows. A row may take part in every round: the plan composes all rounds in which the client
-           released.
-  once     round r takes the r-th block of the client's rows, so that a row takes part in one round only:
-           one pass over a stream, the online setting of Zhang, Zhu, Fay and Johansson ("Locally
-           Differentially Private Online Federated Learning With Correlated Noise"). Blocks are disjoint
-           and fixed beforehand, so exchanging a row changes one release, whatever the number of rounds:
-           parallel composition, one Gaussian release of sensitivity 2C. This compares data sets of equal
-           size; under add-or-remove all later blocks would move.
-
-The guarantee holds against the server and everybody who reads the messages. It is for one row of one
-client; all rows of a client together are not covered.
+Each round draws a client's rows afresh by the recipe's sampler, whose key only the client knows. A row
+may take part in every round: its plan composes all rounds in which the client released. The guarantee
+holds against the server and everybody who reads the messages. It is for one row of one client; all rows
+of a client together are not covered.
 
 The contract is the header of the server's ledger: base model, directions, update rule, and what all
-clients' plans have in common. Sizes and noise are each client's own and stand in its plan.
+clients' plans have in common. Rows and noise are each client's own; of these and the contract
+`local_plan` makes the same plan on both sides.
 """
 
 from __future__ import annotations
@@ -28,7 +19,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -58,9 +49,6 @@ class PlanError(ValueError):
 class ContractError(LedgerError):
     """Two sides that are not of one run; says in what they differ."""
 
-
-Participation = Literal["sampled", "once"]
-PARTICIPATIONS: tuple[Participation, ...] = ("sampled", "once")
 
 _DRAWN_AFRESH = ("poisson", "truncated_poisson", "fixed_size_without_replacement", "full_batch")
 _MISSED_ROUND = (
@@ -111,48 +99,39 @@ _NOT_COMPARED = ("versions", "format", "version")
 _TAIL = 50.0  # an honest message is refused with probability below 2 exp(-50) = 4e-22
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LocalPlan:
-    """One client's plan over all rounds.
-
-    Attributes:
-      plan: the releases that one row may be part of: all rounds (`sampled`), or one (`once`).
-      num_examples: n_i, the client's rows; public.
-      rounds: R, at most so many releases.
-    """
+    """One client's plan over all rounds, and the delta that its epsilon is stated at."""
 
     plan: PrivacyPlan
-    num_examples: int
-    rounds: int
-    participation: Participation
     delta: float
+
+    @property
+    def num_examples(self) -> int:
+        """The client's rows, n_i; public."""
+        return self.plan.sampler.num_examples
+
+    @property
+    def rounds(self) -> int:
+        """At most so many releases, R."""
+        return self.plan.steps
 
     @property
     def mechanism(self) -> ScalarMechanism:
         """Clip, noise and divisor of this client's releases."""
-        mechanism = self.plan.mechanism
-        if not isinstance(mechanism, ScalarMechanism):  # a stranger declared it
-            raise TypeError(f"a plan of {mechanism.name}, which releases no K numbers")
-        return mechanism
-
-    def steps_of(self, released: int) -> int:
-        """Counts the releases that a row can have been part of, of so many that the client made."""
-        return min(released, 1) if self.participation == "once" else released
+        assert isinstance(self.plan.mechanism, ScalarMechanism)  # of method dpzero
+        return self.plan.mechanism
 
     def epsilon(self, released: int) -> float:
         """Returns what `released` rounds cost any one row, at `delta`; 0 for none."""
-        return self.plan.epsilon(self.delta, at=self.steps_of(released))
+        return self.plan.epsilon(self.delta, at=released)
 
     def rows(self, number: int) -> np.ndarray:
         """Draws the client's rows of a round, int64 in [0, n_i), with a key that nobody keeps.
 
         They come in the secret order in which they take their places in passes (`batches.placement`).
         """
-        if self.participation == "once":
-            block = self.plan.sampler.num_examples
-            chosen = np.arange(number * block, (number + 1) * block, dtype=np.int64)
-        else:
-            chosen = self.plan.sampler.batch(number, new_sampler_key())
+        chosen = self.plan.sampler.batch(number, new_sampler_key())
         return chosen[place_order(len(chosen), number, new_sampler_key())]
 
     def largest_value(self) -> float:
@@ -180,12 +159,12 @@ class LocalPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-safe values; `from_dict` reads them."""
-        return {**vars(self), "plan": self.plan.to_dict()}
+        return {"plan": self.plan.to_dict(), "delta": self.delta}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LocalPlan:
         """Reads what `to_dict` returned."""
-        return cls(**{**values, "plan": PrivacyPlan.from_dict(values["plan"])})
+        return cls(PrivacyPlan.from_dict(values["plan"]), values["delta"])
 
 
 def check_settings(config: DPZeroConfig) -> None:
@@ -201,92 +180,74 @@ def check_settings(config: DPZeroConfig) -> None:
         )
 
 
-def local_plan(
-    config: DPZeroConfig,
-    num_examples: int,
-    *,
-    sampling_probability: float,
-    participation: Participation = "sampled",
-) -> LocalPlan:
-    """Makes the plan of a client with so many rows.
+def local_plan(config: DPZeroConfig, num_examples: int, sampling_probability: float) -> LocalPlan:
+    """Makes the plan of a client with n_i rows, calibrated if the recipe has a target.
 
     Args:
-      config: of the recipe; max_steps is R, target_epsilon or noise_multiplier are each client's own.
+      config: of the recipe; target_epsilon and noise_multiplier are each client's own.
       num_examples: n_i.
       sampling_probability: q, the same on every client; its expected batch is q n_i.
-
-    Returns:
-      The plan, calibrated if the recipe has a target.
     """
     check_settings(config)
-    if participation not in PARTICIPATIONS:
-        raise PlanError(f"participation={participation!r}; use one of {', '.join(PARTICIPATIONS)}.")
     if num_examples < 1:
         raise PlanError(
             "the client has no rows: an empty shard has nothing to take part with, and its messages "
             "would be noise alone. Leave the client out, or give it rows."
         )
-    rounds, own, rows = config.max_steps, copy.copy(config), num_examples
-    if participation == "once":
-        if config.neighboring_relation == "add_or_remove_one":
-            raise PlanError(
-                "participation=once with neighboring_relation=add_or_remove_one: one row less moves all "
-                "later ones to other rounds; use neighboring_relation: replace_one (sensitivity 2C)."
-            )
-        if num_examples < rounds:
-            raise PlanError(
-                f"{num_examples} rows for {rounds} rounds with participation=once, where each row takes "
-                f"part in one round: use at most {num_examples} rounds, or participation=sampled."
-            )
-        # a row is in one block, so its plan is one step over that block
-        rows = num_examples // rounds
-        own.sampling, own.max_batch_size, own.max_steps = "full_batch", None, 1
-    elif own.sampling != "full_batch":
+    own = copy.copy(config)
+    if own.sampling != "full_batch":
         expected = sampling_probability * num_examples
         if own.sampling == "fixed_size_without_replacement":
             expected = float(max(1, round(expected)))
         if own.max_batch_size is not None:
-            # the recipe's cap is on all clients' batches together: keep its ratio to the expected one
-            assert own.expected_batch_size is not None  # a made configuration has one
-            cap = own.max_batch_size / own.expected_batch_size
-            own.max_batch_size = max(1, math.ceil(cap * expected))
+            own.max_batch_size = max(1, math.ceil((largest_over_expected(own) or 0) * expected))
         own.expected_batch_size = expected
-    return LocalPlan(
-        plan=own.plan(rows),
-        num_examples=num_examples,
-        rounds=rounds,
-        participation=participation,
-        delta=config.delta(num_examples),
-    )
+    return LocalPlan(own.plan(num_examples), config.delta(num_examples))
 
 
-def check_probability(config: DPZeroConfig, offered: float | None, own: float) -> float:
-    """Refuses a probability that a server may not choose for a client.
+def largest_over_expected(config: DPZeroConfig) -> float | None:
+    """Returns a recipe's cap on batches over the expected one, which is the same for every client."""
+    if config.max_batch_size is None:
+        return None
+    assert config.expected_batch_size is not None  # a made configuration has one
+    return config.max_batch_size / config.expected_batch_size
+
+
+def check_probability(
+    config: DPZeroConfig, num_examples: int, offered: Any, own: float | None
+) -> float:
+    """Returns q of a server's contract, if a client's settings allow it.
 
     With a target epsilon the noise follows q, so any q will do that leaves it something to hide. With a
-    noise multiplier epsilon follows q, so the client's own q is the largest it agreed to.
+    noise multiplier epsilon follows q, so the client says the largest one.
 
     Args:
-      config: the client's.
-      offered: q of the server's contract, whatever JSON had there.
-      own: q of the client's settings; above 1 it counts as 1.
+      config, num_examples: the client's.
+      offered: whatever JSON had there.
+      own: the largest q that the client agrees to; None where it said none.
 
     Raises:
       PlanError: no number in (0, 1], more than the client's own where its noise is fixed, or so small
         that delta alone would pay for rows that are published without noise.
     """
-    number = isinstance(offered, int | float) and not isinstance(offered, bool)
-    if offered is None or not number or not 0 < offered <= 1:
+    if type(offered) not in (int, float) or not 0 < offered <= 1:
         raise PlanError(f"the server's sampling_probability={offered!r} is no number in (0, 1].")
-    # 1e-9: both sides divide B by N, in floats
-    if config.target_epsilon is None and offered > min(1.0, own) * (1 + 1e-9):
-        raise PlanError(
-            f"the server's sampling_probability={offered:.6g} is above this client's own {own:.6g}, and "
-            "with a fixed noise_multiplier that costs more than the client agreed to: set "
-            "target_epsilon, or a larger sampling_probability on the client."
-        )
-    delta = config.target_delta
-    if config.target_epsilon is not None and delta and offered * config.max_steps <= delta:
+    if config.target_epsilon is None and config.sampling != "full_batch":
+        if own is None:
+            raise PlanError(
+                f"noise_multiplier={config.noise_multiplier!r} and no sampling-probability: with fixed "
+                "noise, epsilon follows the server's sampling_probability, and expected_batch_size is "
+                "all clients' together. Set target_epsilon, or the largest sampling-probability that "
+                "this client agrees to in --node-config."
+            )
+        if offered > min(1.0, own) * (1 + 1e-9):  # both sides divide B by N, in floats
+            raise PlanError(
+                f"the server's sampling_probability={offered:.6g} is above this client's own {own:.6g}, "
+                "and with a fixed noise_multiplier that costs more than the client agreed to: set "
+                "target_epsilon, or a larger sampling_probability on the client."
+            )
+    delta = config.delta(num_examples)
+    if config.target_epsilon is not None and offered * config.max_steps <= delta:
         raise PlanError(
             f"the server's sampling_probability={offered:.6g} over {config.max_steps} rounds is below "
             f"delta={delta:.6g}: the plan would hold without noise, by publishing rows so seldom that "
@@ -296,7 +257,7 @@ def check_probability(config: DPZeroConfig, offered: float | None, own: float) -
 
 
 def check_clip(offered: object) -> float:
-    """Returns a server's clip, if the client's model was checked for it; epsilon follows no clip."""
+    """Returns a server's clip, if a client's model was checked for it; epsilon follows no clip."""
     if not isinstance(offered, float) or not SMALLEST_CLIP <= offered <= MAX_CLIP:
         raise PlanError(f"the server's clip={offered!r} is no number from {SMALLEST_CLIP:g} on.")
     return offered
@@ -331,42 +292,6 @@ def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     if missing := [name for name in CHOSEN_BY_SERVER if name not in offered]:
         raise ContractError(f"the server's contract lacks {', '.join(missing)}.")
     return dict(offered)
-
-
-def check_plan(contract: Mapping[str, Any], local: LocalPlan) -> None:
-    """Refuses a client whose declared plan is not the contract's."""
-    mechanism, sampler = local.mechanism, local.plan.sampler
-    common = {"num_directions": contract["num_directions"], "method": "dpzero"}
-    common |= contract["federated"]
-    declared: dict[str, str | float] = {
-        "rounds": local.rounds,
-        "participation": local.participation,
-        "clip": mechanism.clip,
-        "noise_distribution": mechanism.distribution,
-        "neighboring_relation": local.plan.relation,
-        "num_directions": mechanism.num_directions,
-        "method": mechanism.name,
-        "steps": local.plan.steps,
-    }
-    if local.participation == "once":  # a plan is of one block
-        common |= {"steps": 1, "rows of a round": local.num_examples // local.rounds}
-        declared["rows of a round"] = sampler.num_examples
-    else:
-        expected = contract["sampling_probability"] * local.num_examples
-        common |= {"steps": local.rounds, "rows": local.num_examples, "expected batch": expected}
-        declared |= {"sampling": sampler.name, "rows": sampler.num_examples}
-        if abs(mechanism.expected_batch_size - expected) > 1:  # a fixed size is rounded
-            declared["expected batch"] = mechanism.expected_batch_size
-    wrong = [
-        f"{name} {value} and not {common[name]}"
-        for name, value in declared.items()
-        if value != common[name]
-    ]
-    if wrong:
-        raise ContractError(
-            f"another plan than the contract's: {'; '.join(wrong)}. Clients of one run share clip, "
-            "directions, rounds and sampling; only rows and noise are their own."
-        )
 
 
 def _compared(contract: Mapping[str, Any], but: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +35,6 @@ from hf_dpzero.reporting.wording import (
     UNSEEN_CAVEAT,
     delta_words,
     number,
-    relation_words,
     round_up,
 )
 from hf_dpzero.values import encode
@@ -47,6 +46,31 @@ REPORT_NAME = "federated_report.json"
 
 RUNS = "runs"
 """Folder of the runs that a client served, in its own; each is named by its contract."""
+
+
+class Served(NamedTuple):
+    """A run that a client took part in: its plan and what was released, also while it runs."""
+
+    client: str
+    local: LocalPlan
+    released: int
+    noise_source: str
+
+    @property
+    def private(self) -> bool:
+        """Tells whether its releases had noise that nobody can draw again."""
+        return self.local.plan.private and not is_seeded(self.noise_source)
+
+    def __str__(self) -> str:
+        local, count = self.local, self.released
+        head = f"{self.client}: {count} of {local.rounds} rounds released"
+        if not self.private:
+            return f"{head}; NOT PRIVATE: without noise, or with noise from a seeded generator."
+        return (
+            f"{head}, epsilon = {round_up(local.epsilon(count))} (of at most "
+            f"{round_up(local.epsilon(local.rounds))}), delta = {delta_words(local.delta)}, "
+            f"for each of its {local.num_examples} rows."
+        )
 
 
 def federated_report(
@@ -65,11 +89,8 @@ def federated_report(
     header, members = server.trajectory.header, server.members.values()
     weight = weights({member.name: member.local for member in members})
     rows = [
-        {
-            **_client_row(server, member, clients),
-            "weight": weight[member.name] / sum(weight.values()),
-        }
-        for member in members
+        {**_client_row(server, m, clients), "weight": weight[m.name] / sum(weight.values())}
+        for m in members
     ]
     payloads = sum(member.sent + member.received for member in members)
     rounds_of_clients = sum(max(1, server.round) - member.joined for member in members)
@@ -77,17 +98,13 @@ def federated_report(
     report = {
         "rounds": server.round,
         "planned_rounds": server.rounds,
-        **{name: common[name] for name in ("participation", "neighboring_relation", "clip")},
-        "sampling_probability": header["sampling_probability"],
-        "num_directions": header["num_directions"],
+        **{name: common[name] for name in ("neighboring_relation", "clip")},
+        **{name: header[name] for name in ("sampling_probability", "num_directions")},
         "learning_rate": max((r.learning_rate for r in server.trajectory.releases), default=None),
-        "contract_digest": server.digest.hex(),
-        "base_model_digest": header["base_model_digest"],
         "epsilon": max((row["epsilon"] for row in rows), default=0.0),
         "delta": max((row["delta"] for row in rows), default=0.0),
         "private": all(row["private"] for row in rows),
         "clients": rows,
-        "strangers_refused": dict(server.strangers),
         "payload_bytes_of_a_client_and_round": round(payloads / max(1, rounds_of_clients), 1),
         "evaluations": [dict(entry) for entry in metrics],
         "caveats": [UNSEEN_CAVEAT, *FEDERATED_CAVEATS],
@@ -97,45 +114,30 @@ def federated_report(
 
 def _client_row(server: RoundServer, member: Member, clients: Path | None) -> dict[str, Any]:
     local, opened = member.local, max(0, min(server.round + 1, server.rounds) - member.joined)
-    released, counted_by = None, "opened rounds (an upper bound)"
+    released = None
     if clients is not None and (path := clients / member.name / RELEASED_NAME).is_file():
-        released, counted_by = len(read_log(path)[1]), "released rounds"
-    epsilon = local.epsilon(opened if released is None else released)
-    private = local.plan.private and not is_seeded(member.noise_source)
-    if private:
-        statement = (
-            f"Against the server and all who read its messages, {member.name} is (epsilon = "
-            f"{round_up(epsilon)}, delta = {delta_words(local.delta)})-differentially private for "
-            f"{relation_words(local.plan.relation, 'example')} of its {local.num_examples}."
-        )
-    elif local.plan.private:
-        statement = "NOT PRIVATE: its noise came from a seeded generator."
-    else:
-        statement = "NOT PRIVATE: no noise was added."
+        released = len(read_log(path)[1])
+    run = Served(member.name, local, opened if released is None else released, member.noise_source)
     return {
         "client": member.name,
         "num_examples": local.num_examples,
-        "expected_batch_size": local.mechanism.expected_batch_size,
         "noise_multiplier": local.mechanism.noise_multiplier,
-        "noise_source": member.noise_source,
         "joined": member.joined,
         "applied": server.applied(member.name),
         "released": released,
         "opened": opened,
-        "epsilon": epsilon,
-        "epsilon_is_of": counted_by,
+        "epsilon": local.epsilon(run.released),
         "planned_epsilon": local.epsilon(local.rounds),
         "delta": local.delta,
-        "private": private,
+        "private": run.private,
         "refused": dict(member.refused),
-        "statement": statement,
     }
 
 
 def summary(report: Mapping[str, Any]) -> str:
     """Says the report for a terminal: a headline and a line for each client."""
     rows = report["clients"]
-    head = "NOT PRIVATE: see the clients"
+    head = "NOT PRIVATE: a client without noise, or with noise from a seeded generator"
     if report["private"] and rows:
         whose = "its client" if len(rows) == 1 else f"each of {len(rows)} clients"
         head = (
@@ -144,8 +146,8 @@ def summary(report: Mapping[str, Any]) -> str:
         )
     lines = [
         head,
-        f"  rounds      {report['rounds']} of {report['planned_rounds']}, rows take part "
-        f"{report['participation']}, {report['neighboring_relation']}",
+        f"  rounds      {report['rounds']} of {report['planned_rounds']}, "
+        f"{report['neighboring_relation']}",
         f"  messages    {report['payload_bytes_of_a_client_and_round']} payload bytes "
         "for a client and round",
         "  client            rows  noise/C  applied  released  opened  epsilon",
@@ -189,8 +191,7 @@ def save_costliest(
         costs.append((not row["private"], local.epsilon(released), local, released, member))
     _, _, local, released, member = max(costs, key=lambda cost: cost[:2])
     noise = InsecureSeededNoise(0) if is_seeded(member.noise_source) else SecureNoise()
-    private = local.plan.private
-    steps = local.steps_of(released)
+    private, common = local.plan.private, server.trajectory.header["federated"]
     header = {
         **server.trajectory.header,
         **base,
@@ -202,61 +203,35 @@ def save_costliest(
         "privacy_unit": config.privacy_unit,
         "sampler_key_is_secret": True,  # each client draws its own and nobody keeps it
         "log_private_diagnostics": False,
-        "federated": {
-            **server.trajectory.header["federated"],
-            "clients": len(costs),
-            "steps": steps,
-        },
+        "federated": {**common, "clients": len(costs), "steps": released},
     }
     Trajectory(header, server.trajectory.releases).to_safetensors(server.folder / SHIPPING_NAME)
-    own = PrivacyReport.from_header(header, steps=steps, delta=local.delta, plan=local.plan)
+    own = PrivacyReport.from_header(header, steps=released, delta=local.delta, plan=local.plan)
     bound_to(own, server.folder).save(server.folder / REPORT_FILE)
 
 
 # ------------------------------------------------------------------ a client's own view
 
 
-class Served(NamedTuple):
-    """A run that a client took part in: its plan and what its ledger counts, also while it runs."""
-
-    client: str
-    local: LocalPlan
-    released: int
-    private: bool
-
-    def __str__(self) -> str:
-        local, count = self.local, self.released
-        head = f"{self.client}: {count} of {local.rounds} rounds released"
-        if not self.private:
-            return f"{head}; NOT PRIVATE: without noise, or with noise from a seeded generator."
-        return (
-            f"{head}, epsilon = {round_up(local.epsilon(count))} (of at most "
-            f"{round_up(local.epsilon(local.rounds))}), delta = {delta_words(local.delta)}, "
-            f"for each of its {local.num_examples} rows."
-        )
-
-
 def served(folder: Path) -> list[Served]:
     """Reads the ledgers of all runs in a client's folder.
 
     Raises:
-      LedgerError: one is damaged, or is missing where the client joined.
+      LedgerError: one is damaged, or is missing where another file says that there was a run.
     """
     # not `rglob`, which passes over a run's folder that is a link to another disk
-    places = [folder, *sorted(folder.glob(f"{RUNS}/*"))]
     runs = []
-    for path in (place / RELEASED_NAME for place in places):
-        if not path.exists():
-            if any((path.parent / name).exists() for name in (LEDGER_NAME, MESSAGES_NAME)):
-                raise LedgerError(
-                    f"{path} is missing, which says what the run that is there released: restore it, or "
-                    "take a folder of the client's own as output-dir. Nothing here knows what it spent."
-                )
-            continue
-        header, messages = read_log(path)
-        local = LocalPlan.from_dict({name.name: header[name.name] for name in fields(LocalPlan)})
-        private = local.plan.private and not is_seeded(header["noise_source"])
-        runs.append(Served(header["client"], local, len(messages), private))
+    for place in (folder, *sorted(folder.glob(f"{RUNS}/*"))):
+        path = place / RELEASED_NAME
+        if path.exists():
+            header, messages = read_log(path)
+            local = LocalPlan.from_dict(header)
+            runs.append(Served(header["client"], local, len(messages), header["noise_source"]))
+        elif any((place / name).exists() for name in (LEDGER_NAME, MESSAGES_NAME)):
+            raise LedgerError(
+                f"{path} is missing, which says what the run that is there released: restore it, or "
+                "take a folder of the client's own as output-dir. Nothing here knows what it spent."
+            )
     return runs
 
 
@@ -272,9 +247,9 @@ def together(runs: Sequence[tuple[LocalPlan, int]], delta: float) -> float:
     """
     if len(relations := sorted({local.plan.relation for local, _ in runs})) > 1:
         raise PlanError(f"neighboring_relation {relations}: one guarantee has one relation.")
-    parts = [local.plan.own_parts(local.steps_of(count)) for local, count in runs]
+    parts = tuple(part for local, count in runs for part in local.plan.own_parts(count))
     try:
-        return epsilon_together(tuple(part for run in parts for part in run), delta)
+        return epsilon_together(parts, delta)
     except ValueError as error:
         raise PlanError(f"runs without a common account: {error}") from None
 
@@ -287,7 +262,7 @@ def spent(folder: str | Path) -> str:
             f"no {RELEASED_NAME} in {folder}: the client has joined no run in this folder, and spent "
             "nothing in it."
         )
-    lines = [str(run) for run in runs]
+    lines = list(map(str, runs))
     if len(runs) > 1 and all(run.private for run in runs):
         delta = max(run.local.delta for run in runs)
         total = together([(run.local, run.released) for run in runs], delta)

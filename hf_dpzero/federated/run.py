@@ -8,6 +8,7 @@ noise of a round's mean is that of all clients, C sqrt(sum_i (a_i sigma_i)^2) / 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -25,7 +26,7 @@ from hf_dpzero.federated.messages import MessageError
 from hf_dpzero.federated.plan import LocalPlan
 from hf_dpzero.federated.report import REPORT_NAME, federated_report, save_costliest
 from hf_dpzero.federated.server import RoundServer, shares
-from hf_dpzero.federated.setup import CLIENTS, CLIPPED_FROM, Settings, Side
+from hf_dpzero.federated.setup import CLIENTS, CLIPPED_FROM, Settings, Side, client_names
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Release
 from hf_dpzero.reporting.public import RECIPE_FILE
@@ -311,6 +312,11 @@ class ServerRun:
             self.evaluations = [entry for entry in before if entry["round"] <= self.server.round]
         self.rounds: Rounds | None = None
 
+    @classmethod
+    def of(cls, settings: Settings, folder: Path, *, resume: bool) -> ServerRun:
+        """Builds the server's side too."""
+        return cls(Side.build(settings, folder), folder, resume=resume)
+
     def run(self, transport: Transport, *, min_clients: int = 1, patience: float = 60.0) -> None:
         """Takes the rounds that are left and writes everything; after a failure, the report alone."""
         members = self.server.members.values()
@@ -390,10 +396,6 @@ def run_in_process(settings: Settings, folder: Path, *, resume: bool = False) ->
     Returns:
       The report (see `federated_report`), and under "left_out" who was there and took no part.
     """
-    run = ServerRun(Side.build(settings, folder), folder, resume=resume)
-    try:
-        names = [f"client-{i:03d}" for i in range(settings.clients)]
-        run.run(InProcess(run.side, folder, names))
+    with contextlib.closing(ServerRun.of(settings, folder, resume=resume)) as run:
+        run.run(InProcess(run.side, folder, client_names(settings.clients)))
         return run.report()
-    finally:
-        run.close()

@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,16 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
-from hf_dpzero.federated.plan import ContractError, LocalPlan, check_plan, contract_digest
+from hf_dpzero.federated.plan import ContractError, LocalPlan, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.privacy.discretization import float32s
 
 MEMBERS_NAME, MESSAGES_NAME = "clients.json", "messages.ledger"
+
+
+Plans = Callable[[int, float, float], LocalPlan]
+"""(rows, noise multiplier, delta), as a client declares them -> its plan under the contract."""
 
 
 @dataclass
@@ -77,31 +80,31 @@ class RoundServer:
 
     Args:
       contract: with a direction key (`setup.Side.start_server`).
+      plans: makes the plan of what a client declares.
       resume: continue from the folder's ledgers, which must be of this contract.
 
     Attributes:
       taken: values that count in the open round so far, by member.
-      strangers: messages of clients that did not join, by name.
 
     Raises:
       LedgerError: the folder holds a run and `resume` is off, or another run.
     """
 
-    def __init__(self, folder: Path, contract: Mapping[str, Any], *, resume: bool = False) -> None:
-        self.folder, self.digest = folder, contract_digest(contract)
+    def __init__(
+        self, folder: Path, contract: Mapping[str, Any], plans: Plans, *, resume: bool = False
+    ) -> None:
+        self.folder, self.plans, self.digest = folder, plans, contract_digest(contract)
         opened = Trajectory.open if resume else Trajectory.create
         self.trajectory = opened(folder / LEDGER_NAME, contract)
         self.num_values = self.trajectory.num_values
         header = {"contract_digest": self.digest.hex()}
         self.log = MessageLog(folder / MESSAGES_NAME, header, self.num_values)
         self.members: dict[str, Member] = {}
-        self.strangers: Counter[str] = Counter()
         self.taken: dict[str, tuple[float, ...]] = {}
-        if resume and (folder / MEMBERS_NAME).exists():
-            for entry in json.loads((folder / MEMBERS_NAME).read_text(encoding="utf-8")):
-                # what a member knew is forgotten: it may have been sent more than was saved
-                known = {"local": LocalPlan.from_dict(entry["local"]), "known": 0, "unsure": True}
-                self.members[entry["name"]] = Member(**{**entry, **known})
+        for entry in members_in(folder) if resume else ():
+            # what a member knew is forgotten: it may have been sent more than was saved
+            now = {"local": LocalPlan.from_dict(entry["local"]), "known": 0, "unsure": True}
+            self.members[entry["name"]] = Member(**{**entry, **now})
 
     @property
     def round(self) -> int:
@@ -121,35 +124,50 @@ class RoundServer:
         """Takes a client in, or back after it was away, by its answer to the invitation.
 
         Raises:
-          MessageError: malformed, or the client declined.
-          ContractError: another contract or plan.
+          MessageError: malformed, or nothing that a plan can be made of.
+          ContractError: the client declined, or came back with another plan.
         """
         answer = unpack_json(raw)
         if reason := answer.get("declined"):
             raise ContractError(f"the client declined: {reason}")
         try:
             name, digest = str(answer["name"]), bytes.fromhex(answer["contract_digest"])
-            local = LocalPlan.from_dict(answer["plan"])
             source = str(answer["noise_source"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise MessageError(f"malformed: a client joins without its plan ({error!r}).") from None
+            local = self._plan_of(
+                answer["num_examples"], answer["noise_multiplier"], answer["delta"]
+            )
+        # a stranger wrote it: JSON holds any number, and 1e400 reads as infinity
+        except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
+            raise MessageError(
+                f"malformed: a client joins with a plan that cannot be accounted ({error!r})."
+            ) from None
         if not NAME.fullmatch(name):
             raise MessageError(
                 f"malformed: the client's name {name[:64]!r} is not 1 to 64 letters, digits, '.', '_' "
                 "and '-', a letter or digit first."
             )
         check_contract(digest, self.digest)
-        _check_declared(self.trajectory.header, local)
-        if (member := self.members.get(name)) is not None:
-            if member.local != local:
-                raise ContractError(
-                    f"client {name} came back with another plan than it joined with: its ledger is "
-                    "of that one. Put its rows and settings back."
-                )
-            return member
-        member = self.members[name] = Member(name, len(self.members), local, source, self.round)
-        self._save_members()
+        if (member := self.members.get(name)) is None:
+            member = Member(name, len(self.members), local, source, self.round)
+            self.members[name] = member
+            self._save_members()
+        elif member.local != local:
+            raise ContractError(
+                f"client {name} came back with another plan than it joined with: its ledger is "
+                "of that one. Put its rows and settings back."
+            )
         return member
+
+    def _plan_of(self, num_examples: Any, noise: Any, delta: Any) -> LocalPlan:
+        """Makes a client's plan of what it declares, if the report can say what it costs."""
+        numbers = type(num_examples) is int and {type(noise), type(delta)} <= {int, float}
+        if not numbers or not 0 < num_examples < 2**53 or not 0 <= delta < 1:
+            raise ValueError(f"{num_examples, noise, delta} are no rows, noise and delta")
+        local = self.plans(num_examples, float(noise), float(delta))
+        local.epsilon(local.rounds)
+        if not math.isfinite(local.largest_value()):
+            raise ValueError("its noise is not finite")
+        return local
 
     def _save_members(self) -> None:
         members = [
@@ -186,7 +204,6 @@ class RoundServer:
           MessageError: refused; it is counted in the report, and the round is made without it.
         """
         if name not in self.members:
-            self.strangers[name] += 1
             raise MessageError(f"unknown client {name!r}: it did not join this run.")
         member = self.members[name]
         member.received += len(raw) if isinstance(raw, bytes) else 0
@@ -278,21 +295,8 @@ def weights(plans: Mapping[str, LocalPlan]) -> dict[str, float]:
     return {name: share * plan.mechanism.expected_batch_size for (name, plan), share in pairs}
 
 
-def _check_declared(contract: Mapping[str, Any], local: LocalPlan) -> None:
-    """Refuses what `check_plan` does, and a plan that the report could not account for."""
-    sizes = (local.num_examples, local.rounds)
-    try:
-        # a stranger wrote it: JSON holds any number, and 1e400 reads as infinity
-        whole = all(isinstance(size, int) and 0 < size < 2**53 for size in sizes)
-        if not whole or not 0 <= local.delta < 1:
-            raise ValueError(f"num_examples, rounds, delta = {(*sizes, local.delta)}")
-        check_plan(contract, local)
-        local.epsilon(local.rounds)
-        if not math.isfinite(local.largest_value()):
-            raise ValueError("its noise is not finite")
-    except ContractError:
-        raise
-    except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
-        raise MessageError(
-            f"malformed: the declared plan cannot be accounted ({error!r})."
-        ) from None
+def members_in(folder: Path) -> list[dict[str, Any]]:
+    """Reads what is kept of a run's members; nothing where none joined."""
+    path = folder / MEMBERS_NAME
+    entries: list[dict[str, Any]] = []
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else entries

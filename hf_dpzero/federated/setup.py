@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,23 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpzero.federated.client import LocalClient, Replica, check_ceiling, check_same_rows
+from hf_dpzero.federated.client import LocalClient, Replica, check_ceiling
 from hf_dpzero.federated.messages import DIGEST_AT, pack_json, unpack_json
 from hf_dpzero.federated.plan import (
     SMALLEST_CLIP,
     ContractError,
     LocalPlan,
-    Participation,
     PlanError,
     adopt,
     check_clip,
-    check_plan,
     check_probability,
     check_settings,
     contract_digest,
+    largest_over_expected,
     local_plan,
 )
-from hf_dpzero.federated.server import MEMBERS_NAME, RoundServer
+from hf_dpzero.federated.server import RoundServer, members_in
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError, split_header
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
@@ -48,6 +45,11 @@ logger = logging.getLogger(__name__)
 
 CLIENTS = "clients"
 """Where the clients of a simulation keep their folders, in the run's output_dir."""
+
+_MOVED = (
+    "rows that change between clients would be charged in part only. Resume with the number of clients "
+    "and the rows that the run was started with."
+)
 
 CLIPPED_FROM = 0.5
 """C over the median norm of public rows' differences, where it is left out: noise shrinks with C, and
@@ -69,7 +71,6 @@ class Settings:
       overrides: of the recipe's fields.
       clients: n, shards of the recipe's rows; each a file where `train_file` names several.
       rounds: R, which takes the place of max_steps.
-      participation: see `plan`.
       sampling_probability: q; None for the recipe's expected_batch_size over its rows.
       own_rows: the recipe's rows on this machine are this client's alone, and not to be sharded.
       max_epsilon: of all runs that the client serves together; None for the recipe's target_epsilon.
@@ -80,7 +81,6 @@ class Settings:
     overrides: tuple[str, ...] = ()
     clients: int = 2
     rounds: int | None = None
-    participation: Participation = "sampled"
     sampling_probability: float | None = None
     own_rows: bool = False
     max_epsilon: float | None = None
@@ -114,6 +114,11 @@ def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
     return np.arange(client, num_examples, clients, dtype=np.int64)
 
 
+def client_names(clients: int) -> list[str]:
+    """Returns the names of a simulation's clients, whose numbers are their shards'."""
+    return [f"client-{number:03d}" for number in range(clients)]
+
+
 def run_of(kind: str, payload: bytes) -> str:
     """Returns the contract's digest that a server's message, "join" or "round", is about, in hex."""
     if kind == "join":
@@ -123,7 +128,7 @@ def run_of(kind: str, payload: bytes) -> str:
 
 def check_folder(folder: Path, clients: int, *, resume: bool) -> None:
     """Refuses a simulation's folder in which it cannot start or go on, before anything is loaded."""
-    there, members = (folder / LEDGER_NAME).is_file(), folder / MEMBERS_NAME
+    there, before = (folder / LEDGER_NAME).is_file(), len(members_in(folder))
     if there and not resume:
         raise LedgerError(
             f"{folder} holds the ledger of an earlier run: go on with --resume, or take another "
@@ -131,13 +136,8 @@ def check_folder(folder: Path, clients: int, *, resume: bool) -> None:
         )
     if resume and not there:
         raise LedgerError(f"{folder} has no {LEDGER_NAME} to resume from: leave --resume out.")
-    if resume and members.is_file():
-        before = len(json.loads(members.read_text(encoding="utf-8")))
-        if before > clients:
-            raise LedgerError(
-                f"{folder} is of {before} clients, and clients={clients}: rows that change between "
-                "clients would be charged in part only. Resume with the number that it was started with."
-            )
+    if before > clients:
+        raise LedgerError(f"{folder} is of {before} clients, and clients={clients}: {_MOVED}")
 
 
 PARTITIONERS = {
@@ -222,8 +222,6 @@ class Side:
         given, config = self.settings.sampling_probability, self.recipe.training
         if given is not None:
             return given
-        if self.settings.participation == "once":
-            return 1.0 / config.max_steps
         if config.sampling == "full_batch":
             return 1.0
         assert config.expected_batch_size is not None  # a made configuration has one
@@ -245,8 +243,8 @@ class Side:
             "sampling_probability": self.probability(),
             "federated": {
                 "rounds": int(args.max_steps),
-                "participation": self.settings.participation,
                 "sampling": args.sampling,
+                "largest_over_expected": largest_over_expected(self.recipe.training),
                 "clip": self.recipe.training.clip,
                 "noise_distribution": args.noise_distribution,
                 "neighboring_relation": args.neighboring_relation,
@@ -281,18 +279,22 @@ class Side:
 
     def plan_of(self, num_examples: int, sampling_probability: float) -> LocalPlan:
         """Returns the plan of a client with so many rows; calibrated once for each number."""
-        key = (num_examples, sampling_probability, self.recipe.training.clip)
+        config = self.recipe.training
+        key = (num_examples, sampling_probability, config.clip)
         if key not in self.plans:
-            self.plans[key] = local_plan(
-                self.recipe.training,
-                num_examples,
-                sampling_probability=sampling_probability,
-                participation=self.settings.participation,
-            )
+            self.plans[key] = local_plan(config, *key[:2])
         return self.plans[key]
 
+    def declared_plan(self, num_examples: int, noise_multiplier: float, delta: float) -> LocalPlan:
+        """Returns the plan under this side's contract of a client elsewhere, by what it declared."""
+        config = copy.copy(self.recipe.training)
+        config.target_epsilon, config.noise_multiplier = None, noise_multiplier
+        config.target_delta = delta
+        q = self.own_contract()["sampling_probability"]
+        return local_plan(config, num_examples, q)
+
     def join(self, name: str, client: int, folder: Path, invitation: bytes | None) -> bytes:
-        """Answers an invitation with the plan of a client of this process, and makes the client.
+        """Answers an invitation with the numbers of a client's plan, and makes the client.
 
         Args:
           name, client, folder: its name, its number among those of the recipe's rows, its own folder.
@@ -307,7 +309,9 @@ class Side:
             {
                 "name": name,
                 "contract_digest": contract_digest(made.contract).hex(),
-                "plan": made.local.to_dict(),
+                "num_examples": made.local.num_examples,
+                "noise_multiplier": made.local.mechanism.noise_multiplier,
+                "delta": made.local.delta,
                 "noise_source": made.noise.stated_name,
             }
         )
@@ -343,23 +347,18 @@ class Side:
     def _made(
         self, name: str, client: int, folder: Path, contract: Mapping[str, Any]
     ) -> LocalClient:
-        own = self.own_contract()
-        if self.contract is None and self.recipe.training.clip_left_out:
-            clip = check_clip(contract["federated"]["clip"])
-            own["federated"]["clip"] = self.recipe.training.clip = clip
-        offered = adopt(own, contract)
-        rows = self.rows_of(client)
-        local = self.plan_of(
-            len(rows), self._agreed(offered["sampling_probability"], num_examples=len(rows))
-        )
-        check_plan(offered, local)
-        most = self.settings.max_epsilon
-        check_ceiling(folder, local, self.recipe.training.target_epsilon if most is None else most)
-        if local.participation == "once":
-            check_same_rows(folder, self.replica.run.dataset, rows.tolist())
+        own, config, said = self.own_contract(), self.recipe.training, self.settings
+        if self.contract is None and config.clip_left_out:
+            own["federated"]["clip"] = config.clip = check_clip(contract["federated"]["clip"])
+        offered, rows = adopt(own, contract), self.rows_of(client)
+        most = said.sampling_probability if said.own_rows else self.probability()
+        q = check_probability(config, len(rows), offered["sampling_probability"], most)
+        local = self.plan_of(len(rows), q)
+        ceiling = config.target_epsilon if said.max_epsilon is None else said.max_epsilon
+        check_ceiling(folder, local, ceiling)
         if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):
             raise ContractError("this process follows another server's run: start the client anew.")
-        seed = self.recipe.training.testing.insecure_noise_seed
+        seed = config.testing.insecure_noise_seed
         noise: NoiseSource = SecureNoise()
         if seed is not None:  # another stream for each client
             noise = InsecureSeededNoise(seed + 1000 * (client + 1))
@@ -370,23 +369,6 @@ class Side:
             self.replica.follow(offered)
         self.clients[name] = made
         return made
-
-    def _agreed(self, offered: float | None, num_examples: int) -> float:
-        """Returns the server's q, if this client's settings allow it."""
-        config = copy.copy(self.recipe.training)
-        if self.settings.participation == "once":  # which draws nothing with it
-            return float(offered or 0.0)
-        config.target_delta = config.delta(num_examples)
-        given = self.settings.sampling_probability
-        drawn = config.sampling != "full_batch"
-        if self.settings.own_rows and given is None and config.target_epsilon is None and drawn:
-            raise PlanError(
-                f"noise_multiplier={config.noise_multiplier!r} and no sampling-probability: with fixed "
-                "noise, epsilon follows the server's sampling_probability, and expected_batch_size is "
-                "all clients' together. Set target_epsilon, or the largest sampling-probability that "
-                "this client agrees to in --node-config."
-            )
-        return check_probability(config, offered, self.probability())
 
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
         """Opens the run's ledgers; the replica follows them.
@@ -415,7 +397,7 @@ class Side:
         if not self.settings.own_rows:
             for size in {len(self.rows_of(client)) for client in range(self.settings.clients)}:
                 self.plan_of(size, self.probability())
-        server = RoundServer(folder, contract, resume=resume)
+        server = RoundServer(folder, contract, self.declared_plan, resume=resume)
         self.contract = dict(server.trajectory.header)
         self.replica.follow(self.contract)
         self.replica.catch_up(server.trajectory.releases)
@@ -437,22 +419,14 @@ class Side:
 
     def _check_same_shards(self, folder: Path) -> None:
         """Refuses another number of clients: rows would move to clients that count other rounds."""
-        path = folder / MEMBERS_NAME
-        if self.settings.own_rows or not path.is_file():
+        if self.settings.own_rows:
             return
-        n = self.settings.clients
-        for entry in json.loads(path.read_text(encoding="utf-8")):
-            found, rows = (
-                re.fullmatch(r"client-(\d+)", entry["name"]),
-                entry["local"]["num_examples"],
-            )
-            if not found:  # not of a simulation, so its rows are not ours to deal
-                continue
-            here = len(self.rows_of(int(found[1]))) if int(found[1]) < n else "none"
-            if here != rows:
+        names = client_names(self.settings.clients)
+        here = {name: len(self.rows_of(number)) for number, name in enumerate(names)}
+        for entry in members_in(folder):
+            rows = LocalPlan.from_dict(entry["local"]).num_examples
+            if here.get(entry["name"]) != rows:
                 raise LedgerError(
-                    f"{entry['name']} has {rows} rows in {folder}, and would have {here} of "
-                    f"{self.num_examples} with clients={n}: rows that change between clients would be "
-                    "charged in part only. Resume with the number of clients and the rows that the run "
-                    "was started with."
+                    f"{entry['name']} has {rows} rows in {folder}, and would have "
+                    f"{here.get(entry['name'], 'none')} with clients={self.settings.clients}: {_MOVED}"
                 )

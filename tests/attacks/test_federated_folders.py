@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from contextlib import nullcontext
 
 import pytest
 from federated_sides import NAMES, client_folder, rounds_of, side, started
-from tiny_runs import tiny_data
 
 from hf_dpzero.federated import flower
 from hf_dpzero.federated.messages import (
@@ -26,8 +24,6 @@ from hf_dpzero.federated.plan import PlanError
 from hf_dpzero.federated.report import RUNS, served, spent, together
 from hf_dpzero.federated.setup import run_of
 from hf_dpzero.ledger.log_file import LedgerError
-
-ONCE = {"participation": "once", "neighboring_relation": "replace_one"}
 
 
 def test_a_client_whose_ledger_was_deleted_releases_nothing_more(tmp_path):
@@ -48,29 +44,6 @@ def test_a_client_whose_ledger_was_deleted_releases_nothing_more(tmp_path):
         with pytest.raises(LedgerError, match="is missing"):
             attempt()
     assert not (folder / RELEASED_NAME).exists()
-
-
-def test_rows_that_come_once_are_not_taken_for_new_where_their_digest_was_deleted(tmp_path):
-    data = tiny_data(24)
-    made, server = started(tmp_path, data=data, clients=1, **ONCE)
-    name, folder = NAMES[0], client_folder(tmp_path, NAMES[0])
-    made.join(name, 0, folder, server.invitation())
-    made.clients[name].answer(made.replica, pack(Message(ASK, 0, server.digest)))
-    shutil.rmtree(folder / "_private")
-    turned = type(data).from_list(data.to_list()[::-1])
-    for rows in (turned, data):
-        other = side(tmp_path / "other", data=rows, clients=1, **ONCE)
-        with pytest.raises(PlanError, match=r"rows\.json.* is missing"):
-            other.join(name, 0, folder, server.invitation())
-
-
-def test_rows_that_come_once_and_cannot_be_compared_are_refused(tmp_path, monkeypatch):
-    """Rows that are drawn anew at each access have no order that a digest could know again."""
-    data = tiny_data(24)
-    made, server = started(tmp_path, data=data, clients=1, **ONCE)
-    monkeypatch.setattr("hf_dpzero.federated.client.digest_of_rows", lambda *_: "")
-    with pytest.raises(PlanError, match="anew at each access"):
-        made.join(NAMES[0], 0, client_folder(tmp_path, NAMES[0]), server.invitation())
 
 
 def test_an_invitation_that_is_refused_turns_nobody_to_other_directions(tmp_path):
@@ -98,7 +71,7 @@ def test_other_users_do_not_read_a_clients_log(tmp_path, monkeypatch):
     log.chmod(0o644)
     monkeypatch.setattr(sys, "executable", "/bin/true")
     for target in (folder, tmp_path / "new"):
-        process = flower._start(target, "{}")
+        process = flower._start(target)
         process.wait()
         assert (target / flower.LOG_NAME).stat().st_mode & 0o077 == 0
     assert "earlier" in log.read_text(encoding="utf-8")

@@ -98,7 +98,6 @@ def test_a_recipe_of_init_runs_as_it_is(recipe, tmp_path, caplog):
             ["--partition", "dirichlet", "--engine", "in_process"],
             "use one of dirichlet:ALPHA, path",
         ),
-        (["--participation", "once", "--engine", "in_process"], "replace_one"),
         (["--clipping", "adaptive"], "clipping='adaptive'"),
         (["--method", "mezo"], "method"),
     ],

@@ -71,7 +71,7 @@ def test_a_simulated_client_answers_and_its_failures_quote_nothing(tmp_path, mon
     context = SimpleNamespace(node_config={"partition-id": 0})
 
     def sent(kind, payload):
-        answer = functools.partial(flower.simulated_answer, made.settings, str(tmp_path))
+        answer = functools.partial(flower.simulated_answer, made.settings, tmp_path)
         return payload_of(answered(answer, Message(wrapped(payload, kind)), context))
 
     name = server.join(sent("join", server.invitation())).name
@@ -116,21 +116,24 @@ def test_a_resident_process_serves_runs_in_folders_of_their_own(tmp_path, monkey
     built = []
 
     def build(settings, folder):
-        built.append(side(folder, max_epsilon=settings.max_epsilon, **target))
+        built.append(side(folder, **target))
+        built[-1].settings = settings
         return built[-1]
 
     monkeypatch.setattr("hf_dpzero.federated.setup.Side.build", build)
     values = {"name": "north", "recipe": "none", "max-epsilon": 4}
-    answers = flower._Answers(tmp_path / "north", values)
+    answers = flower._Answers(tmp_path / "north")
 
     def asked(server):
-        return answers("round", server.ask("north"))
+        return answers(values, "round", server.ask("north"))
 
     for server in servers:
-        server.join(answers("join", server.invitation()))
+        server.join(answers(values, "join", server.invitation()))
     first = asked(servers[0])
     assert servers[0].take("north", first) and servers[1].take("north", asked(servers[1]))
     assert asked(servers[0]) == first and len(built) == 5
     assert asked(servers[0]) == first and len(built) == 5  # the same run again
+    values["max-epsilon"] = 5  # of a SuperNode that was started anew
+    assert asked(servers[0]) == first and len(built) == 6
     folders = {folder.name for folder in (tmp_path / "north" / "runs").iterdir()}
     assert folders == {server.digest.hex() for server in servers}
