@@ -414,6 +414,6 @@ _OPTIONAL: dict[str, Callable[[Mapping[str, object]], object]] = {
     "noise_schedule": noise_schedule_from_dict,
     "clip_schedule": factors_from_dict,
     "correlation": correlation_from_dict,
-    "groups": lambda values: read(GROUP_LOSSES, "group_weights", values),
+    "groups": lambda values: read(GROUP_LOSSES, "group_robust.weights", values),
 }
 """How the parts that not every plan has are read from its description."""

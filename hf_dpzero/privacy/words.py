@@ -145,5 +145,5 @@ def group_warning(plan: PrivacyPlan) -> str:
         f"the noise on the mean loss of {small} of {groups.num_groups} groups is as large as the losses "
         f"(standard deviation {deviations.max():.3g} over all {plan.steps} steps for the smallest one, "
         f"losses in [0, {groups.loss_bound:g}]): their weights follow the noise. Join small groups, or "
-        "take a larger expected_batch_size or group_budget, or group_weights='balanced'."
+        "take a larger expected_batch_size or group_robust.budget, or group_robust.weights='balanced'."
     )

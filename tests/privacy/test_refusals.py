@@ -206,8 +206,9 @@ REFUSED = {
     ],
     "correlations": [
         *[(lambda settings=settings: Correlation(**settings), words) for settings, words in (
-            ({"kind": "other"}, "noise_correlation='other'"), ({"kind": "banded"}, "noise_bands=0"),
-            ({"kind": "tree", "bands": 3}, "noise_bands=3"),
+            ({"kind": "other"}, "correlated_noise.kind='other'"),
+            ({"kind": "banded"}, "correlated_noise.bands=0"),
+            ({"kind": "tree", "bands": 3}, "correlated_noise.bands=3"),
             ({"kind": "tree", "restart": -1}, "restart=-1"))],
         (lambda: toeplitz(0), "rounds=0"),
         (lambda: banded(4, 0), "bands=0"),
@@ -242,14 +243,14 @@ REFUSED = {
             ({"names": ("a", "b"), "shares": (math.nan, 0.5)}, "shares divide"),
             ({"loss_bound": 0.0}, "loss_bound"), ({"loss_bound": math.inf}, "loss_bound"),
             ({"rate": -1.0}, "rate"), ({"budget": 0.0}, "budget"), ({"budget": 1.0}, "budget"))],
-        (lambda: PerStepGroups(**THREE, budget=1e-6).multiplier(2.0**24), "group_budget"),
+        (lambda: PerStepGroups(**THREE, budget=1e-6).multiplier(2.0**24), "group_robust.budget"),
         (lambda: VertexGroups(**THREE, draws=0), "draws=0 of groups must be an integer"),
         (lambda: VertexGroups(**THREE, rate=0.1), "follows from their share of the budget"),
         (lambda: grouped(mechanism=MEZO), "noise_multiplier=0"),
         (lambda: grouped(mechanism=mechanism(VectorMechanism)), "use 'dpzero'"),
         (lambda: grouped(mechanism=AVERAGED), "clipping='fixed'"),
         (lambda: grouped(mechanism=mechanism(DPSGD, clipping="averaged")), "clipping='fixed'"),
-        (lambda: grouped(mechanism=LAPLACE), "group_weights='balanced'"),
+        (lambda: grouped(mechanism=LAPLACE), "group_robust.weights='balanced'"),
         *[(lambda kind=kind, drawn=drawn: grouped(kind, **drawn), "fixed_batches.*per_step")
           for kind in (PrefixSumGroups, VertexGroups) for drawn in (
             {}, {"sampler": CAPPED}, {"sampler": FIXED_SIZE, "relation": "replace_one"})],

@@ -1,4 +1,4 @@
-"""A recipe's group_column: from its files to the trainer's rows, and to metrics of each group."""
+"""A recipe's group_robust.column: from its files to the trainer's rows, and to metrics of each group."""
 
 from __future__ import annotations
 

@@ -60,11 +60,11 @@ class Correlation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"noise_correlation={self.kind!r} is unknown; use one of {KINDS}.")
+            raise ValueError(f"correlated_noise.kind={self.kind!r} is unknown; use one of {KINDS}.")
         if (self.kind == "banded") != (self.bands > 0):
             raise ValueError(
-                f"noise_bands={self.bands} with noise_correlation={self.kind!r}: give at least 1 for "
-                "'banded', and none for the others."
+                f"correlated_noise.bands={self.bands} with correlated_noise.kind={self.kind!r}: give at "
+                "least 1 for 'banded', and none for the others."
             )
         if self.restart < 0:
             raise ValueError(f"restart={self.restart} must be at least 0.")
@@ -176,7 +176,7 @@ def check_correlated(plan: PrivacyPlan) -> None:
     ]
     for applies, message in refusals:
         if applies:
-            raise ValueError(f"noise_correlation={plan.correlation.kind!r} {message}")
+            raise ValueError(f"correlated_noise.kind={plan.correlation.kind!r} {message}")
 
 
 def sensitivity(plan: PrivacyPlan, count: int | None = None) -> float:

@@ -214,8 +214,8 @@ class GroupLosses(Described):
         found = places(names, self.names)
         if (found < 0).any():
             raise ValueError(
-                f"row {int(np.argmax(found < 0)) + 1} (counted from 1) has a group that group_shares "
-                f"does not name: it names {', '.join(self.names[:8])}"
+                f"row {int(np.argmax(found < 0)) + 1} (counted from 1) has a group that "
+                f"group_robust.shares does not name: it names {', '.join(self.names[:8])}"
                 f"{', ...' if self.num_groups > 8 else ''}. Name every group that a row may have, with "
                 "its public share; correct or drop other rows. Names are compared as text, class labels "
                 "by their names, and a missing value is called None."
@@ -282,7 +282,7 @@ class GroupLosses(Described):
         Raises:
           ValueError: says what to use instead.
         """
-        mechanism, how = plan.mechanism, f"group_weights={self.name!r}"
+        mechanism, how = plan.mechanism, f"group_robust.weights={self.name!r}"
         if isinstance(mechanism, NotNoised):
             raise ValueError(
                 f"{how} with method {mechanism.name!r}, which weighs no example: use "
@@ -295,7 +295,7 @@ class GroupLosses(Described):
         if mechanism.distribution != "gaussian" and self.num_values:
             raise ValueError(
                 f"{how} with {mechanism.distribution} noise has no common account: use "
-                "noise_distribution='gaussian', or group_weights='balanced'."
+                "noise_distribution='gaussian', or group_robust.weights='balanced'."
             )
         if getattr(mechanism, "clipping", "fixed") == "averaged":
             raise ValueError(
@@ -304,8 +304,8 @@ class GroupLosses(Described):
             )
         if plan.correlation is not None and self.num_values:
             raise ValueError(
-                f"{how} with noise_correlation={plan.correlation.kind!r} has no common account: use "
-                "group_weights='balanced', or independent noise."
+                f"{how} with correlated_noise.kind={plan.correlation.kind!r} has no common account: use "
+                "group_robust.weights='balanced', or independent noise."
             )
 
     def parts(
@@ -390,18 +390,18 @@ class BudgetedGroups(GroupLosses):
         super().check(plan)
         if self.joint:
             return
-        how = f"group_weights={self.name!r}"
+        how = f"group_robust.weights={self.name!r}"
         if plan.sampler.name not in ("fixed_batches", "full_batch"):
             raise ValueError(
                 f"{how} with sampling={plan.sampler.name!r}: an example's loss stays in all later "
                 "releases of the groups, so they are not amplified by sampling, and an example that may "
                 "be in any batch may move all of them. Use sampling='fixed_batches', or "
-                "group_weights='per_step', which is amplified."
+                "group_robust.weights='per_step', which is amplified."
             )
         if plan.noise_schedule is not None:
             raise ValueError(
                 f"noise_schedule={plan.noise_schedule} with {how}, whose noise is that of the whole "
-                "run: leave it out, or use group_weights='per_step'."
+                "run: leave it out, or use group_robust.weights='per_step'."
             )
         if plan.accountant == "advanced_composition":
             raise ValueError(
@@ -412,7 +412,8 @@ class BudgetedGroups(GroupLosses):
     def multiplier(self, weights: float, participations: int = 1) -> float:
         """Returns z_g for the weights' part's multiplier and E; 0 for 0."""
         z = weights / math.sqrt(self.odds * participations)
-        return check_multiplier("the groups' noise multiplier, which follows from group_budget,", z)
+        what = "the groups' noise multiplier, which follows from group_robust.budget,"
+        return check_multiplier(what, z)
 
 
 def noised(

@@ -158,8 +158,9 @@ class PrefixSumGroups(BudgetedGroups):
         n, often = plan.sampler.num_examples, plan.sampler.passes(plan.steps)
         if plan.steps**1.5 * n * often > MOST:
             raise ValueError(
-                f"group_weights='prefix_sum' with {plan.steps} steps on {n} examples: float64 sums of "
-                "so many are not covered by the proof; use group_weights='per_step', or fewer steps."
+                f"group_robust.weights='prefix_sum' with {plan.steps} steps on {n} examples: float64 "
+                "sums of so many are not covered by the proof; use group_robust.weights='per_step', or "
+                "fewer steps."
             )
 
     def parts(
