@@ -58,12 +58,12 @@ from typing import ClassVar, TypeVar
 import numpy as np
 from torch import Tensor
 
-from hf_dpzero.privacy.described import check_count
 from hf_dpzero.privacy.discretization import GRID_BITS, finite_rows, float32s
 from hf_dpzero.privacy.mechanisms.base import (
     DISPLACEMENT,
     MAX_CLIP,
     MAX_NOISE_MULTIPLIER,
+    AlongDirections,
     DenseNoise,
     NoisedSum,
     check_multiplier,
@@ -189,7 +189,7 @@ class AdaptiveClipping(NoisedSum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveScalarMechanism(AdaptiveClipping):
+class AdaptiveScalarMechanism(AlongDirections, AdaptiveClipping):
     """DPZero with adaptive clipping: K finite differences and the count, as K + 1 exact integers.
 
     Guarantee: one example moves the first K integers by at most 2^30 in L2 norm and the last by at
@@ -202,14 +202,8 @@ class AdaptiveScalarMechanism(AdaptiveClipping):
       num_directions: K.
     """
 
-    num_directions: int = 1
-
     name: ClassVar[str] = "dpzero-adaptive"
     replayable: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("num_directions", self.num_directions)
 
     @property
     def granularity(self) -> float:

@@ -245,6 +245,21 @@ class KeyedGroups:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AlongDirections(MechanismBase):
+    """A sum of finite differences along directions that a step's examples share.
+
+    Attributes:
+      num_directions: K.
+    """
+
+    num_directions: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_directions", self.num_directions)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NotNoised(MechanismBase):
     """A plain sum over B: no clip, no noise, no privacy. What is not finite counts as zero.
 

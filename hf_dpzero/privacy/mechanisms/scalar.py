@@ -34,6 +34,7 @@ from hf_dpzero.privacy.discretization import (
 )
 from hf_dpzero.privacy.mechanisms.base import (
     AVERAGED_CAVEAT,
+    AlongDirections,
     DenseNoise,
     KeyedGroups,
     NoisedSum,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalarMechanism(NoisedSum):
+class ScalarMechanism(AlongDirections, NoisedSum):
     """DPZero's scalar mechanism for K directions (Algorithm 2, line 3, K = 1 in the paper).
 
     Guarantee: one example moves `clip_sum` by at most `sensitivity(relation)` in L2 norm (L1 for
@@ -60,7 +61,6 @@ class ScalarMechanism(NoisedSum):
         each coordinate. Laplace: its scale parameter b is sigma * C (deviation sqrt(2) b).
         0 releases without noise and is not private.
       expected_batch_size: B, public; the divisor of every release, whatever was sampled.
-      num_directions: K.
       distribution: "gaussian", or "laplace" for a pure epsilon.
 
     >>> m = ScalarMechanism(clip=3.0, noise_multiplier=1.0, expected_batch_size=8)
@@ -68,7 +68,6 @@ class ScalarMechanism(NoisedSum):
     (3.0, 6.0)
     """
 
-    num_directions: int = 1
     distribution: Literal["gaussian", "laplace"] = "gaussian"
 
     name: ClassVar[str] = "dpzero"
@@ -76,7 +75,6 @@ class ScalarMechanism(NoisedSum):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_directions", self.num_directions)
         if self.distribution not in ("gaussian", "laplace"):
             raise ValueError(
                 f"distribution={self.distribution!r} is unknown; use 'gaussian' or 'laplace'."
@@ -215,21 +213,15 @@ class AveragedScalarMechanism(ScalarMechanism, KeyedGroups):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonPrivateMean(NotNoised):
+class NonPrivateMean(AlongDirections, NotNoised):
     """Plain MeZO (Malladi et al. 2023): the mean finite difference. No clip, no noise, no privacy.
 
     A row that holds NaN or infinity counts as zero, as in the private mechanisms.
     """
 
-    num_directions: int = 1
-
     name: ClassVar[str] = "mezo"
     private_counterpart: ClassVar[str] = "dpzero"
     replayable: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("num_directions", self.num_directions)
 
     @property
     def granularity(self) -> float:
@@ -257,7 +249,7 @@ class NonPrivateMean(NotNoised):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VectorMechanism(DenseNoise):
+class VectorMechanism(AlongDirections, DenseNoise):
     """DPGD-0th (DPZero paper, Algorithm 1): the clipped d-vector with d-dimensional noise.
 
     An example's vector is v_i = sum_k s_ik u_k along the step's K shared directions (K = 1 in the
@@ -268,13 +260,7 @@ class VectorMechanism(DenseNoise):
     independent Gaussian noise of standard deviation sigma * C: one Gaussian event, whatever K and d are.
     """
 
-    num_directions: int = 1
-
     name: ClassVar[str] = "dpgd-0th"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("num_directions", self.num_directions)
 
     def clip_sum(self, x: Tensor, gram: Tensor | np.ndarray) -> tuple[float, ...]:
         """Returns K coefficients c with sum_k c_k u_k = the sum over examples of their clipped vectors.
