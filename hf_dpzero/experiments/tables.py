@@ -11,14 +11,10 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hf_dpzero.experiments.results import STATUSES, Cell, Record, known
 from hf_dpzero.reporting.model_card import new_figure
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
-
-if TYPE_CHECKING:
-    pass
 
 TABLE_FILE = "comparison.md"
 PLOT_FILE = "comparison.png"
