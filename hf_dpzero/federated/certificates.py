@@ -19,25 +19,21 @@ SERVER = ("server.pem", "server.key")
 
 try:
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-        PublicFormat,
-    )
 except ImportError:
     raise ImportError("certificates need Flower: pip install 'hf-dpzero[federated]'.") from None
+
+_PEM = serialization.Encoding.PEM
 
 
 def make(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) -> list[Path]:
     """Writes the server's files and each client's NAME and NAME.pub, for their owner alone.
 
     Args:
-      folder, clients: names of the clients, of whose files the folder holds none.
       hosts: names and addresses by which clients reach the server.
-      days: the certificate holds.
+      clients: their names.
+      days: how long the certificate holds.
 
     Raises:
       FileExistsError: a file is there; nothing is written.
@@ -66,12 +62,7 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) 
 
 
 def check(folder: Path) -> str:
-    """Returns of which hosts the server's certificate in a folder is, and until when it holds.
-
-    Raises:
-      FileNotFoundError: files are missing.
-      ValueError: no certificate, or one that ran out.
-    """
+    """Returns of which hosts a folder's certificate is, and until when; refuses one that ran out."""
     path, again = folder / SERVER[0], "make another with `hf-dpzero certificates`, in a new folder"
     if missing := [name for name in SERVER if not (folder / name).is_file()]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: {again}.")
@@ -100,8 +91,7 @@ def _server(hosts: Sequence[str], days: int) -> tuple[str, str]:
         .add_extension(x509.BasicConstraints(True, 0), critical=True)
         .sign(key, hashes.SHA256())
     )  # fmt: skip
-    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return made.public_bytes(Encoding.PEM).decode(), secret.decode()
+    return made.public_bytes(_PEM).decode(), _secret(key, serialization.PrivateFormat.PKCS8)
 
 
 def _host(text: str) -> x509.GeneralName:
@@ -114,6 +104,10 @@ def _host(text: str) -> x509.GeneralName:
 def _key_pair() -> tuple[str, str]:
     """A client's ECDSA key, and its public half, as SuperNodes read them."""
     key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    return private.decode(), f"{public.decode()}\n"
+    ssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    public = key.public_key().public_bytes(*ssh).decode()
+    return _secret(key, serialization.PrivateFormat.OpenSSH), f"{public}\n"
+
+
+def _secret(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> str:
+    return key.private_bytes(_PEM, form, serialization.NoEncryption()).decode()

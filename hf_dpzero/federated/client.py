@@ -33,7 +33,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.objectives.losses import PaddedMicrobatch, num_examples
-from hf_dpzero.privacy.noise import NoiseSource, SecureNoise
+from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.reporting.wording import round_up
 from hf_dpzero.training.methods import ZerothOrderMethod, prepare
 
@@ -50,8 +50,7 @@ class Replica:
     """The weights of a run, moved by its releases alone, and finite differences of rows at them.
 
     The server keeps one to evaluate, every client process one to take part. All that a private run is
-    checked for (one loss an example that depends on no other, fixed shapes, a smoke test of the forward
-    passes) is checked here by the trainer's own code, before the first round.
+    checked for is checked here by the trainer's own code, before the first round.
     """
 
     def __init__(self, trainer: DPZeroTrainer) -> None:
@@ -73,11 +72,7 @@ class Replica:
         return self.run.opened.next_step
 
     def catch_up(self, releases: Sequence[Release]) -> None:
-        """Applies the releases that the weights lack: K numbers for each missed round.
-
-        Args:
-          releases: of rounds 0, 1, ...; what was applied already must be the same.
-        """
+        """Applies those releases of rounds 0, 1, ... that the weights lack."""
         applied = self.run.opened
         # of what both have the last one is enough: ledgers are compared whole where they are kept
         last = min(self.round, len(releases)) - 1
@@ -90,11 +85,7 @@ class Replica:
             apply_release(self.method.space, applied, release)
 
     def differences(self, indices: Sequence[int]) -> Tensor:
-        """Measures rows of the trainer's data along this round's K directions; the weights stay.
-
-        Returns:
-          Private: float64 [B, K], neither clipped nor noised.
-        """
+        """Measures rows along this round's K directions: private float64 [B, K]; the weights stay."""
         rows, shapes = self.run.rows, self.run.shapes
         if shapes is not None:
             parts = list(shapes.microbatches(list(indices)))
@@ -127,19 +118,16 @@ class Replica:
 class LocalClient:
     """Answers a server's messages for one client.
 
-    Guarantee: one release a round at most, whatever the server asks, how often, and through how many
-    crashes: the noised values are in `released.ledger` before they are sent, and a round that is there
-    is answered from there. So `local.epsilon(count)` bounds what the server and everybody who reads the
-    messages can learn of a row. No more than the plan's rounds are released.
+    Guarantee: one release a round at most, and no more than the plan's rounds, whatever the server asks,
+    how often, and through how many crashes: the noised values are in `released.ledger` before they are
+    sent, and a round that is there is answered from there. So `local.epsilon(count)` bounds what the
+    server and everybody who reads the messages can learn of a row.
 
     Args:
-      folder: where it keeps its ledger and the run's releases; its own.
+      folder: its own, for its ledger and the run's releases; refused where it is of another run.
       contract: that it adopted (`plan.adopt`).
       rows: which rows of the replica's data are its own, int64 [n_i].
-      noise: drawn here and nowhere else; default operating-system entropy.
-
-    Raises:
-      LedgerError: the folder is of another run.
+      noise: drawn here and nowhere else.
     """
 
     def __init__(
@@ -149,11 +137,10 @@ class LocalClient:
         local: LocalPlan,
         contract: Mapping[str, Any],
         rows: np.ndarray,
-        noise: NoiseSource | None = None,
+        noise: NoiseSource,
     ) -> None:
         self.name, self.folder, self.local, self.rows = name, folder, local, rows
-        self.contract, self._digest = contract, contract_digest(contract)
-        self.noise = noise or SecureNoise()
+        self.contract, self._digest, self.noise = contract, contract_digest(contract), noise
         folder.mkdir(parents=True, exist_ok=True)
         # the next process of this client finds the contract in the folder
         self._ledger().close()
@@ -183,19 +170,14 @@ class LocalClient:
         return openly(path, self.contract)
 
     def answer(self, replica: Replica, raw: bytes | None) -> bytes:
-        """Takes the releases that a server's message brings, and answers with this round's values.
+        """Takes the releases that an ask brings, and answers with this round's values.
 
-        Args:
-          replica: at this round or before it.
-          raw: an ask (`messages`).
-
-        Returns:
-          `VALUES`; `BEHIND` where releases are missing, before any row is read; `NOTHING` for a round
-          that is over here or beyond the plan.
+        Answers `BEHIND` where releases are missing, before any row is read, and `NOTHING` for a round
+        that is over here or beyond the plan. Nothing is released where it raises.
 
         Raises:
-          MessageError: malformed, or of another contract. Nothing is released.
-          LedgerError: its files are damaged, or held by another process. Nothing is released.
+          MessageError: malformed, or of another contract.
+          LedgerError: its files are damaged, or held by another process.
         """
         ask = unpack(raw, self.local.mechanism.values_per_release)
         check_contract(ask.contract, self._digest)
@@ -229,17 +211,11 @@ class LocalClient:
         if known.next_step > ask.round or ask.round < last:  # over: the weights have moved on
             return Message(NOTHING, ask.round, self._digest)
         if ask.round >= rounds or len(ledger.messages) >= rounds:
-            logger.warning(
-                "client %s was asked for round %s of a plan of %s rounds: it releases nothing more.",
-                *(self.name, ask.round, rounds),
-            )
+            logger.warning("client %s is asked for more than its %s rounds.", self.name, rounds)
             return Message(NOTHING, ask.round, self._digest)
         replica.catch_up(known.releases)
         if replica.round != ask.round:
-            raise LedgerError(
-                f"the replica is at round {replica.round}, the server at {ask.round}: start this "
-                "client anew."
-            )
+            raise LedgerError(f"the replica is at round {replica.round}: start this client anew.")
         mechanism = self.local.mechanism
         drawn = self.rows[self.local.rows(ask.round)].tolist()
         total = mechanism.clip_sum(replica.differences(drawn))
@@ -254,8 +230,7 @@ def check_ceiling(folder: Path, local: LocalPlan, ceiling: float | None) -> None
     A run counts with all of its rounds, whatever was released so far: it may go on.
 
     Args:
-      folder: of the run; of a run that it knows already, nothing is refused.
-      local: the client's plan in it.
+      folder: of the run; one that the client takes part in already is not refused.
       ceiling: epsilon at the plan's delta; None for no run but the first.
     """
     if (folder / RELEASED_NAME).exists() or folder.parent.name != RUNS:

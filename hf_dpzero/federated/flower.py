@@ -5,11 +5,10 @@ privacy (recipe, overrides, rows, folder) comes from its own `--node-config`, ne
 
 Flower 1.41 starts a process for each message of a client on a SuperNode, under both of its isolations.
 That process loads neither torch nor transformers (nor does importing this module): it hands the payload
-over a local socket to the client's resident process, which it starts where there is none. A resident
-process ends with the SuperNode that it serves. Killed at any moment, the next message starts another,
-which continues from the client's ledger.
+over a local socket to the client's resident process, which ends with its SuperNode. Where there is none,
+or it was killed, the message starts one, which continues from the client's ledger:
 
-    python -m hf_dpzero.federated.flower FOLDER PID     # as `hand_over` starts it
+    python -m hf_dpzero.federated.flower FOLDER PID
 
 What it prints goes to FOLDER/client.log, which may quote rows: only its owner reads it, and it stays
 there. Telemetry of Flower and usage statistics of Ray are off unless the environment says otherwise.
@@ -33,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_dpzero.federated import NAME
 from hf_dpzero.ledger.log_file import locked, write_for_owner
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from hf_dpzero.federated.setup import Settings, Side
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 RECORD, ANSWER = "hf_dpzero", "answer"
 FAILED = "failed; its own log says why"
@@ -65,7 +65,7 @@ START_SECONDS, WATCH_SECONDS = 120.0, 2.0
 _GONE = (OSError, EOFError, AuthenticationError)  # a process that ended, or is not the one meant
 
 
-class ResidentError(RuntimeError):
+class ResidentError(ValueError):
     """A resident process that could not be started, or that failed; its log says why."""
 
 
@@ -142,12 +142,7 @@ def client_of(values: Mapping[str, Any]) -> tuple[str, Path]:
 
 
 def settings_of(values: Mapping[str, Any]) -> Settings:
-    """Reads a side's settings from a configuration of Flower.
-
-    Args:
-      values: `recipe`, and if wanted `overrides` (words), `rounds`, `sampling-probability`,
-        `max-epsilon`; "" stands for none.
-    """
+    """Reads a side's settings from a configuration of Flower, where "" stands for none."""
     if not values.get("recipe"):
         raise ValueError(
             "recipe is missing: give it in --node-config for a client, in --run-config for the server."
@@ -170,11 +165,7 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
 
 
 def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes:
-    """Has a client's resident process answer a message, "join" or "round", with a payload.
-
-    Raises:
-      ResidentError: it failed, or does not start; `client.log` in the folder says why.
-    """
+    """Has a client's resident process answer a message, or raises a `ResidentError`."""
     for _ in range(2):  # once more if it is killed meanwhile
         with contextlib.suppress(*_GONE), _connected(folder) as connection:
             connection.send((dict(values), kind, payload))
@@ -234,8 +225,8 @@ def serve(folder: Path) -> None:
 class _Answers:
     """Answers of a client; model and rows are loaded with the first message of a run.
 
-    Each run has a folder of its own in the client's, named by its contract. Those of two runs at a time
-    are loaded anew at each turn, as they are for other values of `--node-config`.
+    Each run has a folder of its own, named by its contract. For two runs at a time model and rows are
+    loaded anew at each turn, as they are for other values of `--node-config`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -244,14 +235,7 @@ class _Answers:
         self.side: Side | None = None
 
     def __call__(self, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes | None:
-        try:
-            return self._answer(values, kind, payload)
-        except (ValueError, OSError, ImportError) as error:  # what the user can mend
-            logging.debug("where it came from", exc_info=True)
-            logging.error("no answer: %s", error)
-        except Exception:
-            logging.exception("no answer")
-        return None  # and no word of the error leaves the client
+        return _or_logged(self._answer, values, kind, payload)
 
     def _answer(self, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes:
         (name, _), settings = client_of(values), settings_of(values)
@@ -265,6 +249,18 @@ class _Answers:
             self.side = side = Side.build(settings, self.folder)
         self.run = run
         return side.answer(kind, payload, name, 0, self.folder / RUNS / run)
+
+
+def _or_logged(answer: Callable[..., _T], *given: Any) -> _T | None:
+    """Returns an answer, or None: no word of an error leaves the client."""
+    try:
+        return answer(*given)
+    except (ValueError, OSError, ImportError) as error:  # what the user can mend
+        logger.debug("where it came from", exc_info=True)
+        logger.error("no answer: %s", error)
+    except Exception:
+        logger.exception("no answer")
+    return None
 
 
 def _end_with(watched: int) -> None:
@@ -287,16 +283,9 @@ Answer = Callable[[str, bytes, "Context"], bytes]
 
 def answered(answer: Answer, message: Message, context: Context) -> RecordDict | None:
     """Returns what a client answers with; None, and nothing of the error, if it has no answer."""
-    try:
-        kind, payload = unwrapped(message)
-        if payload is None:
-            raise ValueError("a message without bytes")
-        return wrapped(answer(kind, payload, context))
-    except (ResidentError, ValueError) as error:  # what the user can mend
-        logger.error("no answer: %s", error)
-    except Exception:
-        logger.exception("no answer")
-    return None
+    kind, payload = unwrapped(message)
+    found = None if payload is None else _or_logged(answer, kind, payload, context)
+    return None if found is None else wrapped(found)
 
 
 def _app_of(answer: Answer) -> ClientApp:

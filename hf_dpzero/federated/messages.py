@@ -44,14 +44,10 @@ class MessageError(ValueError):
 
 
 class Message(NamedTuple):
-    """A message of a round, taken apart.
+    """A message of a round, taken apart; its K numbers are not judged (see `check_values`).
 
-    Attributes:
-      kind: `ASK`, `VALUES`, `BEHIND` (round is the first one whose release the client lacks) or
-        `NOTHING` (the client releases nothing in this round).
-      contract: first 16 bytes of the contract's SHA-256.
-      releases: of an ask, those before `round`, oldest first.
-      values: of `VALUES`, K floats, not checked.
+    Of `BEHIND`, `round` is the first one whose release the client lacks; with `NOTHING` it releases
+    nothing in this round. Releases of an ask are those before `round`, oldest first.
     """
 
     kind: int
@@ -76,7 +72,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(raw: bytes | None, num_values: int) -> Message:
-    """Takes what came, perhaps nothing, apart; its K numbers are not judged (see `check_values`)."""
+    """Takes what came, perhaps nothing, apart."""
     if not isinstance(raw, bytes) or len(raw) < _HEAD.size + 4 or raw[:4] != MAGIC:
         size = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
         raise MessageError(f"malformed: {size} that are no message of hf-dpzero (no {MAGIC!r}).")
@@ -144,8 +140,6 @@ def unpack_json(raw: bytes | None) -> dict[str, Any]:
     return values
 
 
-# ------------------------------------------------------------------ on disk
-
 Messages = dict[tuple[int, int], tuple[float, ...]]
 """Values by (round, client)."""
 
@@ -154,18 +148,11 @@ class MessageLog:
     """An append-only list of (round, client, values), held by one process while it is open.
 
     Guarantee: that of `Trajectory`, whose file it is, and one message for each round and client. The
-    step of a record counts messages; round and client stand before its values, exact in float32 below
+    step of a record counts messages; round and client stand before its K values, exact in float32 below
     2^24. Rounds may be missing: a client that was away released nothing.
 
-    Args:
-      header: what the messages belong to; JSON-safe. One that exists must have the same.
-      num_values: K.
-
-    Attributes:
-      messages: all of them, by (round, client).
-
     Raises:
-      LedgerError: damaged, of other settings, or held by another process.
+      LedgerError: damaged, of another header, or held by another process.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], num_values: int) -> None:

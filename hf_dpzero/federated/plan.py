@@ -52,19 +52,18 @@ class ContractError(LedgerError):
 
 _DRAWN_AFRESH = ("poisson", "truncated_poisson", "fixed_size_without_replacement", "full_batch")
 _MISSED_ROUND = (
-    "a client that misses a round has spent other steps than the first ones, for which there is no "
-    "accounting here; leave it out"
+    "a client that misses a round has spent other steps than the first ones; leave it out"
 )
 _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
     "method": (
         ("dpzero",),
-        "a client sends K noised numbers along public directions, which method: dpzero releases and no "
-        "other does. Use it (noise_multiplier: 0 for a run without noise)",
+        "no other releases K numbers along public directions. Use it (noise_multiplier: 0 for a run "
+        "without noise)",
     ),
     "clipping": (
         ("fixed",),
-        "clients would clip differently, and their mean would be of different things; use clipping: "
-        "fixed, or leave clipping and clip out: public rows then choose a clip for all",
+        "clients would clip differently; use clipping: fixed, or leave clipping and clip out: public "
+        "rows then choose a clip for all",
     ),
     "load_best_model_at_end": ((False,), "a run ends with its last round; leave it out"),
     "schedules.noise": ((None,), _MISSED_ROUND),
@@ -72,14 +71,10 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
     "schedules.smoothing": ((None,), _MISSED_ROUND),
     "sampling": (
         _DRAWN_AFRESH,
-        "clients draw each round afresh and may miss rounds, and its account needs one order for the "
-        f"whole run; use one of {', '.join(_DRAWN_AFRESH)}",
+        "clients may miss rounds, and its account needs one order for the whole run; use one of "
+        f"{', '.join(_DRAWN_AFRESH)}",
     ),
-    "correlated_noise.kind": (
-        ("none",),
-        "a client that misses a round would break the sequence that its noise is accounted for; leave "
-        "it out",
-    ),
+    "correlated_noise.kind": (("none",), "a missed round would break its sequence; leave it out"),
     "group_robust.column": ((None,), "clients do not know each other's groups; leave it out"),
     "extends_run": ((None,), "clients keep ledgers of their own and extend no run; leave it out"),
     "testing.sampler_key": ((None,), "each client draws its own, known to nobody; leave it out"),
@@ -157,6 +152,11 @@ class LocalPlan:
             mechanism.clip * (largest + tail * mechanism.noise_multiplier) / expected * (1 + 1e-6)
         )
 
+    def declared(self) -> dict[str, Any]:
+        """Returns what a client tells the server, which has the contract: the plan follows from both."""
+        noise = self.mechanism.noise_multiplier
+        return {"num_examples": self.num_examples, "noise_multiplier": noise, "delta": self.delta}
+
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON-safe values; `from_dict` reads them."""
         return {"plan": self.plan.to_dict(), "delta": self.delta}
@@ -175,42 +175,29 @@ def check_settings(config: DPZeroConfig) -> None:
     if not 1 <= config.max_steps <= MAX_RELEASES:
         raise PlanError(
             f"max_steps={config.max_steps}: give a number of rounds (--rounds) from 1 to "
-            f"{MAX_RELEASES}: the releases of all rounds must fit into one message to a client that "
-            "comes late."
+            f"{MAX_RELEASES}: all must fit into one message to a client that comes late."
         )
 
 
 def local_plan(config: DPZeroConfig, num_examples: int, sampling_probability: float) -> LocalPlan:
-    """Makes the plan of a client with n_i rows, calibrated if the recipe has a target.
-
-    Args:
-      config: of the recipe; target_epsilon and noise_multiplier are each client's own.
-      num_examples: n_i.
-      sampling_probability: q, the same on every client; its expected batch is q n_i.
-    """
+    """Makes the plan of a client with n_i rows and batches of q n_i, calibrated if it has a target."""
     check_settings(config)
     if num_examples < 1:
-        raise PlanError(
-            "the client has no rows: an empty shard has nothing to take part with, and its messages "
-            "would be noise alone. Leave the client out, or give it rows."
-        )
+        raise PlanError("the client has no rows, and would send noise alone: leave it out.")
     own = copy.copy(config)
     if own.sampling != "full_batch":
         expected = sampling_probability * num_examples
         if own.sampling == "fixed_size_without_replacement":
             expected = float(max(1, round(expected)))
-        if own.max_batch_size is not None:
-            own.max_batch_size = max(1, math.ceil((largest_over_expected(own) or 0) * expected))
+        if (ratio := largest_over_expected(own)) is not None:
+            own.max_batch_size = max(1, math.ceil(ratio * expected))
         own.expected_batch_size = expected
     return LocalPlan(own.plan(num_examples), config.delta(num_examples))
 
 
 def largest_over_expected(config: DPZeroConfig) -> float | None:
     """Returns a recipe's cap on batches over the expected one, which is the same for every client."""
-    if config.max_batch_size is None:
-        return None
-    assert config.expected_batch_size is not None  # a made configuration has one
-    return config.max_batch_size / config.expected_batch_size
+    return config.max_batch_size and config.max_batch_size / (config.expected_batch_size or 1)
 
 
 def check_probability(
@@ -225,10 +212,6 @@ def check_probability(
       config, num_examples: the client's.
       offered: whatever JSON had there.
       own: the largest q that the client agrees to; None where it said none.
-
-    Raises:
-      PlanError: no number in (0, 1], more than the client's own where its noise is fixed, or so small
-        that delta alone would pay for rows that are published without noise.
     """
     if type(offered) not in (int, float) or not 0 < offered <= 1:
         raise PlanError(f"the server's sampling_probability={offered!r} is no number in (0, 1].")
@@ -236,22 +219,19 @@ def check_probability(
         if own is None:
             raise PlanError(
                 f"noise_multiplier={config.noise_multiplier!r} and no sampling-probability: with fixed "
-                "noise, epsilon follows the server's sampling_probability, and expected_batch_size is "
-                "all clients' together. Set target_epsilon, or the largest sampling-probability that "
-                "this client agrees to in --node-config."
+                "noise, epsilon follows the server's. Set target_epsilon, or in --node-config the "
+                "largest sampling-probability that this client agrees to."
             )
         if offered > min(1.0, own) * (1 + 1e-9):  # both sides divide B by N, in floats
             raise PlanError(
                 f"the server's sampling_probability={offered:.6g} is above this client's own {own:.6g}, "
-                "and with a fixed noise_multiplier that costs more than the client agreed to: set "
-                "target_epsilon, or a larger sampling_probability on the client."
+                "and costs more with a fixed noise_multiplier: set target_epsilon, or a larger one."
             )
     delta = config.delta(num_examples)
     if config.target_epsilon is not None and offered * config.max_steps <= delta:
         raise PlanError(
             f"the server's sampling_probability={offered:.6g} over {config.max_steps} rounds is below "
-            f"delta={delta:.6g}: the plan would hold without noise, by publishing rows so seldom that "
-            "delta pays for it. Use a larger expected_batch_size."
+            f"delta={delta:.6g}, so that delta pays for it without noise: use a larger one."
         )
     return float(offered)
 
@@ -279,15 +259,14 @@ def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     mine, theirs = (_compared(side, but=CHOSEN_BY_SERVER) for side in (own, offered))
     if mine != theirs:
         here, there = flat(mine), flat(theirs)
-        changed = [k for k in sorted(here.keys() | there.keys()) if here.get(k) != there.get(k)]
-        # names with dots can make two different contracts flat alike
-        words = "; ".join(
-            f"{k}: {_short(there.get(k))} there, {_short(here.get(k))} here" for k in changed
-        )
+        changed = [
+            f"{k}: {there.get(k)!r:.80} there, {here.get(k)!r:.80} here"
+            for k in sorted(here.keys() | there.keys())
+            if here.get(k) != there.get(k)
+        ] or ["an entry that reads in two ways"]  # of names with dots
         raise ContractError(
             "the server's run is another one than this client's recipe describes "
-            f"({words or 'an entry that reads in two ways'}). Use the same recipe, base model and "
-            "settings on both sides."
+            f"({'; '.join(changed)}). Use the same recipe, base model and settings on both sides."
         )
     if missing := [name for name in CHOSEN_BY_SERVER if name not in offered]:
         raise ContractError(f"the server's contract lacks {', '.join(missing)}.")
@@ -298,8 +277,3 @@ def _compared(contract: Mapping[str, Any], but: tuple[str, ...] = ()) -> dict[st
     """Returns a contract as JSON brings it to the other side, without what may differ."""
     plain: dict[str, Any] = json.loads(json.dumps(contract))
     return {k: v for k, v in plain.items() if k not in (*_NOT_COMPARED, *but)}
-
-
-def _short(value: str | float | list[Any] | None) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return text if len(text) < 80 else text[:80] + "..."

@@ -48,43 +48,15 @@ RUNS = "runs"
 """Folder of the runs that a client served, in its own; each is named by its contract."""
 
 
-class Served(NamedTuple):
-    """A run that a client took part in: its plan and what was released, also while it runs."""
-
-    client: str
-    local: LocalPlan
-    released: int
-    noise_source: str
-
-    @property
-    def private(self) -> bool:
-        """Tells whether its releases had noise that nobody can draw again."""
-        return self.local.plan.private and not is_seeded(self.noise_source)
-
-    def __str__(self) -> str:
-        local, count = self.local, self.released
-        head = f"{self.client}: {count} of {local.rounds} rounds released"
-        if not self.private:
-            return f"{head}; NOT PRIVATE: without noise, or with noise from a seeded generator."
-        return (
-            f"{head}, epsilon = {round_up(local.epsilon(count))} (of at most "
-            f"{round_up(local.epsilon(local.rounds))}), delta = {delta_words(local.delta)}, "
-            f"for each of its {local.num_examples} rows."
-        )
-
-
 def federated_report(
     server: RoundServer, clients: Path | None = None, metrics: Sequence[Mapping[str, float]] = ()
 ) -> dict[str, Any]:
-    """Reports what each client's rows were charged.
+    """Reports what each client's rows were charged, JSON-safe; see the module for the counts.
 
     Args:
       server: of the run.
       clients: folder of the clients' folders, where they are on this machine.
       metrics: evaluations, each with its "round".
-
-    Returns:
-      JSON-safe; see the module for the counts. A client's `weight` is its part of the mean of all.
     """
     header, members = server.trajectory.header, server.members.values()
     weight = weights({member.name: member.local for member in members})
@@ -94,11 +66,10 @@ def federated_report(
     ]
     payloads = sum(member.sent + member.received for member in members)
     rounds_of_clients = sum(max(1, server.round) - member.joined for member in members)
-    common = header["federated"]
     report = {
         "rounds": server.round,
         "planned_rounds": server.rounds,
-        **{name: common[name] for name in ("neighboring_relation", "clip")},
+        **{name: header["federated"][name] for name in ("neighboring_relation", "clip")},
         **{name: header[name] for name in ("sampling_probability", "num_directions")},
         "learning_rate": max((r.learning_rate for r in server.trajectory.releases), default=None),
         "epsilon": max((row["epsilon"] for row in rows), default=0.0),
@@ -117,7 +88,6 @@ def _client_row(server: RoundServer, member: Member, clients: Path | None) -> di
     released = None
     if clients is not None and (path := clients / member.name / RELEASED_NAME).is_file():
         released = len(read_log(path)[1])
-    run = Served(member.name, local, opened if released is None else released, member.noise_source)
     return {
         "client": member.name,
         "num_examples": local.num_examples,
@@ -126,10 +96,10 @@ def _client_row(server: RoundServer, member: Member, clients: Path | None) -> di
         "applied": server.applied(member.name),
         "released": released,
         "opened": opened,
-        "epsilon": local.epsilon(run.released),
+        "epsilon": local.epsilon(opened if released is None else released),
         "planned_epsilon": local.epsilon(local.rounds),
         "delta": local.delta,
-        "private": run.private,
+        "private": local.plan.private and not is_seeded(member.noise_source),
         "refused": dict(member.refused),
     }
 
@@ -174,9 +144,7 @@ def save_costliest(
     """Writes the privacy report and the trajectory of the client with the largest epsilon.
 
     A row is one client's, and all that the run put out follows from the messages. So the largest of the
-    clients' epsilons, all at one delta, holds for every row of all of them together. The delta is the
-    largest of theirs: a smaller client's default delta is larger. The two files agree, so that they can
-    be checked and pushed with the weights, which lie in the folder already.
+    clients' epsilons, all at the largest of their deltas, holds for every row of all of them together.
 
     Args:
       server: its last round is closed.
@@ -213,6 +181,26 @@ def save_costliest(
 # ------------------------------------------------------------------ a client's own view
 
 
+class Served(NamedTuple):
+    """A run that a client took part in: its plan and what its ledger counts, also while it runs."""
+
+    client: str
+    local: LocalPlan
+    released: int
+    private: bool
+
+    def __str__(self) -> str:
+        local, count = self.local, self.released
+        head = f"{self.client}: {count} of {local.rounds} rounds released"
+        if not self.private:
+            return f"{head}; NOT PRIVATE: without noise, or with noise from a seeded generator."
+        return (
+            f"{head}, epsilon = {round_up(local.epsilon(count))} (of at most "
+            f"{round_up(local.epsilon(local.rounds))}), delta = {delta_words(local.delta)}, "
+            f"for each of its {local.num_examples} rows."
+        )
+
+
 def served(folder: Path) -> list[Served]:
     """Reads the ledgers of all runs in a client's folder.
 
@@ -226,7 +214,8 @@ def served(folder: Path) -> list[Served]:
         if path.exists():
             header, messages = read_log(path)
             local = LocalPlan.from_dict(header)
-            runs.append(Served(header["client"], local, len(messages), header["noise_source"]))
+            private = local.plan.private and not is_seeded(header["noise_source"])
+            runs.append(Served(header["client"], local, len(messages), private))
         elif any((place / name).exists() for name in (LEDGER_NAME, MESSAGES_NAME)):
             raise LedgerError(
                 f"{path} is missing, which says what the run that is there released: restore it, or "
@@ -241,9 +230,6 @@ def together(runs: Sequence[tuple[LocalPlan, int]], delta: float) -> float:
     Args:
       runs: plans, and how many rounds of each were released.
       delta: in (0, 1).
-
-    Raises:
-      PlanError: plans of two neighbouring relations, or without a common accountant.
     """
     if len(relations := sorted({local.plan.relation for local, _ in runs})) > 1:
         raise PlanError(f"neighboring_relation {relations}: one guarantee has one relation.")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tqdm.auto import tqdm
 
 from hf_dpzero.federated.messages import MessageError
-from hf_dpzero.federated.plan import LocalPlan
+from hf_dpzero.federated.plan import ContractError, LocalPlan
 from hf_dpzero.federated.report import REPORT_NAME, federated_report, save_costliest
 from hf_dpzero.federated.server import RoundServer, shares
 from hf_dpzero.federated.setup import CLIENTS, CLIPPED_FROM, Settings, Side, client_names
@@ -51,18 +51,15 @@ class Transport(Protocol):
 
     def present(self) -> Sequence[str]:
         """Returns the addresses that can be reached now."""
-        ...
 
     def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> Mapping[str, bytes | None]:
-        """Sends payloads, all of a kind ("join" or "round"), by address.
+        """Sends payloads of one kind, "join" or "round", by address, and returns what comes back.
 
-        Returns:
-          Answers by address, not checked; who failed or was too slow is missing.
+        Answers are not checked; who failed or was too slow is missing.
         """
-        ...
 
 
-class InProcess:
+class InProcess(Transport):
     """Clients in this process, on the server's started side: the same mechanism without a network.
 
     Their names are also their addresses, and the i-th has shard i; those in `gone` cannot be reached.
@@ -73,11 +70,9 @@ class InProcess:
         self.gone: set[str] = set()
 
     def present(self) -> list[str]:
-        """Returns everybody who is not `gone`."""
         return sorted(set(self.names) - self.gone)
 
     def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> dict[str, bytes | None]:
-        """Does what `Transport` says; a client that raises is one that fails, for that round."""
         answers: dict[str, bytes | None] = {}
         for name in sorted(payloads.keys() - self.gone):
             own = (name, self.names.index(name), self.folder / CLIENTS / name)
@@ -92,14 +87,12 @@ class Rounds:
     """Runs the rounds of a server; see `run`.
 
     Args:
-      server: with its ledgers open.
       learning_rates: returns alpha_r of every round; called once, after the first answers.
-      min_clients: so many must be present before a round is asked for.
-      patience: seconds to wait for them.
+      min_clients: so many must be present before a round is asked for, within `patience` seconds.
 
     Attributes:
       names: member's name by address.
-      declined: why an address is no member, and the address that holds its name, if that is why.
+      declined: why an address is no member, and its name, if another holds it.
       invited: how often an address was, that has not joined yet.
     """
 
@@ -131,10 +124,8 @@ class Rounds:
         """Takes the rounds that are left; `on_round` gets each release, and how many clients are in it.
 
         Clients that are slow, gone or refused are left out of a round; who comes later joins at the next
-        one and is sent the releases so far.
-
-        Raises:
-          LedgerError: too few clients, or none that answers; the folder can be resumed.
+        one and is sent the releases so far. Where too few are there, or none answers, it stops with a
+        `LedgerError`, and can be resumed.
         """
         rates: Sequence[float] = ()
         while self.server.round < self.server.rounds:
@@ -155,52 +146,45 @@ class Rounds:
             if len(here) >= self.min_clients:
                 return
             if time.monotonic() > deadline:
-                declined = "".join(f" {line}." for line in self.left_out())
                 raise LedgerError(
-                    f"{len(here)} clients are there and min_clients={self.min_clients} after "
-                    f"{self.patience:g} s, before round {self.server.round}.{declined} The run can be "
-                    "resumed."
+                    f"{len(here)} clients are there and min_clients={self.min_clients}, in "
+                    f"{self.patience:g} s before round {self.server.round}; it can be resumed. "
+                    + ". ".join(self.left_out())
                 )
             time.sleep(0.2)
 
     def _invite(self) -> None:
         """Takes in clients that are new, but for those that declined or were silent `ATTEMPTS` times."""
         present = set(self.transport.present())
-        # a connected member that answered when it was asked last; others may be gone by now
-        answering = {
-            address: name
+        # names of connected members that answered when they were asked last; others may be gone by now
+        held = {
+            name
             for address, name in self.names.items()
             if address in present and not self.server.members[name].unsure
         }
-        for address, (_, holder) in list(self.declined.items()):
-            if holder is not None and holder not in answering:
-                del self.declined[address]
+        self.declined = {a: why for a, why in self.declined.items() if why[1] in (None, *held)}
         silent = {address for address, count in self.invited.items() if count >= ATTEMPTS}
         new = sorted(present - self.names.keys() - self.declined.keys() - silent)
         self.invited.update(new)
         invitation, before = self.server.invitation(), set(self.server.members)
         for address, raw in self.transport.exchange("join", dict.fromkeys(new, invitation)).items():
+            name = None
             try:
-                member = self.server.join(raw)
+                name = (member := self.server.join(raw)).name
+                if name in held:
+                    raise ContractError(
+                        f"it joins as {name}, the name of a client that is connected: give each client "
+                        "a name of its own"
+                    )
             except ValueError as error:
-                self.declined[address] = (str(error), None)
-                logger.warning("a client cannot take part: %s", error)
-                continue
-            holder = next((a for a, name in self.names.items() if name == member.name), None)
-            if holder in answering:
-                why = (
-                    f"it joins as {member.name}, the name of {holder}, which is connected: give each "
-                    "client a name of its own"
-                )
-                self.declined[address] = (why, holder)
-                logger.warning("%s cannot take part: %s", address, why)
+                self.declined[address] = (str(error), name)
+                logger.warning("%s cannot take part: %s", address, error)
                 continue
             # a client that was started again has a new address, and its old one answers no more
-            self.names.pop(holder or address, None)
-            self.names[address] = member.name
-            member.unsure = member.name in before
+            self.names = {a: n for a, n in self.names.items() if n != name} | {address: member.name}
+            member.unsure = name in before
             if not member.unsure:  # of two that come at once with one name, the first is in
-                answering[address] = member.name
+                held.add(member.name)
             del self.invited[address]  # it may come back
 
     def _collect(self) -> int:
@@ -212,8 +196,7 @@ class Rounds:
                 return count
             self._invite()
         raise LedgerError(
-            f"no client answered round {self.server.round} in {ATTEMPTS} attempts. The run can be "
-            "resumed: clients answer a round that they released from their ledgers."
+            f"no client answered round {self.server.round} in {ATTEMPTS} attempts; it can be resumed."
         )
 
     def _ask(self, addresses: Sequence[str]) -> list[str]:
@@ -240,28 +223,21 @@ def learning_rates(
 ) -> list[float]:
     """Returns alpha_r of every round, by the recipe's scheduler.
 
-    Args:
-      plans: of the clients from whose noise a rate is chosen that the recipe leaves out.
-      slope: see `rate_of_noise`.
+    A rate that the recipe leaves out is chosen from the noise of clients with these `plans`, and from
+    the `slope` of `rate_of_noise`.
     """
     import torch
     from transformers import get_scheduler
 
+    kind, rounds, options = config.lr_scheduler_type, config.max_steps, config.lr_scheduler_kwargs
     chosen = "learning_rate" in config.chosen
-    schedule_of = config.lr_scheduler_type
-    first = chosen_rate(plans, schedule_of, slope) if chosen else config.learning_rate
+    first = chosen_rate(plans, kind, slope) if chosen else config.learning_rate
     rate = CLASSIC["learning_rate"] if first is None else first
-    rounds = config.max_steps
-    schedule = config.lr_scheduler_kwargs or {}
-    assert isinstance(schedule, dict)  # transformers parses a JSON text
+    assert isinstance(options, dict | None)  # transformers parses a JSON text
     # schedulers of transformers are known by their effect on an optimizer alone
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     scheduler = get_scheduler(
-        config.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=config.get_warmup_steps(rounds),
-        num_training_steps=rounds,
-        scheduler_specific_kwargs=schedule,
+        kind, optimizer, config.get_warmup_steps(rounds), rounds, options or {}
     )
     rates = []
     for _ in range(rounds):
@@ -294,8 +270,7 @@ def chosen_rate(
 class ServerRun:
     """The server's side of a run in its output_dir: rounds, evaluations, report and weights.
 
-    Raises:
-      ValueError: weights that were trained before, and that nobody declared public.
+    Refuses weights that were trained before, and that nobody declared public.
     """
 
     def __init__(self, side: Side, folder: Path, *, resume: bool = False) -> None:
@@ -313,7 +288,7 @@ class ServerRun:
         self.rounds: Rounds | None = None
 
     @classmethod
-    def of(cls, settings: Settings, folder: Path, *, resume: bool) -> ServerRun:
+    def of(cls, settings: Settings, folder: Path, resume: bool) -> ServerRun:
         """Builds the server's side too."""
         return cls(Side.build(settings, folder), folder, resume=resume)
 
@@ -331,10 +306,9 @@ class ServerRun:
         )
         if not self.evaluations or self.evaluations[-1]["round"] < self.server.round:
             self._evaluate()
-        by_steps = self.config.eval_strategy == "steps"
-        every = int(self.config.eval_steps or 0) if by_steps else 0
+        every = int(self.config.eval_steps or 0) if self.config.eval_strategy == "steps" else 0
         now, last = self.server.round, self.server.rounds
-        bar, done = tqdm(total=last, initial=now, desc="rounds", file=sys.stderr), False
+        bar = tqdm(total=last, initial=now, desc="rounds", file=sys.stderr)
 
         def on_round(release: Release, count: int) -> None:
             self.side.replica.catch_up(self.server.trajectory.releases)
@@ -346,11 +320,11 @@ class ServerRun:
 
         try:
             self.rounds.run(on_round)
-            done = True
         finally:  # also of a run that stops the releases are public, and its costs are to be known
             bar.close()
             if self.server.round:
-                self._finish(weights=done)
+                self._save_report()
+        self._save_weights()
 
     def _evaluate(self) -> None:
         metrics = self.side.replica.trainer.evaluate()
@@ -367,22 +341,20 @@ class ServerRun:
         report = federated_report(self.server, self.folder / CLIENTS, self.evaluations)
         return {**report, "left_out": self.rounds.left_out() if self.rounds else []}
 
-    def _finish(self, weights: bool) -> None:
-        report = self.report()
-        write_atomically(
-            self.folder / REPORT_NAME, json.dumps(report, indent=2, allow_nan=False) + "\n"
-        )
+    def _save_report(self) -> None:
+        text = json.dumps(self.report(), indent=2, allow_nan=False)
+        write_atomically(self.folder / REPORT_NAME, f"{text}\n")
         self.server.trajectory.to_safetensors(self.folder / SHIPPING_NAME)
         (self.folder / RECIPE_FILE).write_text(self.side.recipe.to_yaml(), encoding="utf-8")
-        if not weights:
-            return
+
+    def _save_weights(self) -> None:
         trainer, config = self.side.replica.trainer, copy.copy(self.config)
         if self.side.settings.own_rows:
             config.target_epsilon = None  # each client has one of its own
         trainer.model.save_pretrained(self.folder)
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(self.folder)
-        save_costliest(self.server, config, report, self.base)
+        save_costliest(self.server, config, self.report(), self.base)
 
     def close(self) -> None:
         """Lets go of the ledgers and the model."""
@@ -391,11 +363,7 @@ class ServerRun:
 
 
 def run_in_process(settings: Settings, folder: Path, *, resume: bool = False) -> dict[str, Any]:
-    """Runs server and clients in one process: the same messages and ledgers, without a network.
-
-    Returns:
-      The report (see `federated_report`), and under "left_out" who was there and took no part.
-    """
+    """Runs server and clients in one process, without a network, and returns the report."""
     with contextlib.closing(ServerRun.of(settings, folder, resume=resume)) as run:
         run.run(InProcess(run.side, folder, client_names(settings.clients)))
         return run.report()

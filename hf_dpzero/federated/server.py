@@ -3,9 +3,8 @@
     v^r = sum_i a_i B_i v_i^r / sum_i a_i B_i    over the clients whose message was taken
     theta^{r+1} = theta^r - alpha_r sum_k v_k^r u_k^r          (`ledger.replay.apply_release`)
 
-With B_i = q n_i and equal noise (a_i = 1) this is the mean over the union of all rows, as on one
-machine, with the noise of every client in it; a_i weighs rows by the inverse variance of their noise
-(`shares`). The server reads no row and draws no noise; what it does is post-processing.
+With B_i = q n_i and equal noise (a_i = 1, see `shares`) this is the mean over the union of all rows, as
+on one machine, with the noise of every client in it. The server reads no row and draws no noise.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class Member:
       index: its number in `messages.ledger`.
       local, noise_source: as it declared them.
       joined: the first round it could take part in.
-      known: rounds whose release it has, as far as the server knows.
-      unsure: its last message went unanswered, or it came back: `known` is a guess.
+      known: rounds whose release it has; a guess where it is `unsure`, as after an unanswered message.
       refused: why messages of it were refused, with how often.
       sent, received: payload bytes of rounds.
     """
@@ -79,19 +77,16 @@ class RoundServer:
     any client hears of it: a server that is killed continues from its folder (`resume`).
 
     Args:
+      folder: without a run, or to `resume` with one of this contract.
       contract: with a direction key (`setup.Side.start_server`).
       plans: makes the plan of what a client declares.
-      resume: continue from the folder's ledgers, which must be of this contract.
 
     Attributes:
       taken: values that count in the open round so far, by member.
-
-    Raises:
-      LedgerError: the folder holds a run and `resume` is off, or another run.
     """
 
     def __init__(
-        self, folder: Path, contract: Mapping[str, Any], plans: Plans, *, resume: bool = False
+        self, folder: Path, contract: Mapping[str, Any], plans: Plans, resume: bool = False
     ) -> None:
         self.folder, self.plans, self.digest = folder, plans, contract_digest(contract)
         opened = Trajectory.open if resume else Trajectory.create
@@ -123,9 +118,8 @@ class RoundServer:
     def join(self, raw: bytes | None) -> Member:
         """Takes a client in, or back after it was away, by its answer to the invitation.
 
-        Raises:
-          MessageError: malformed, or nothing that a plan can be made of.
-          ContractError: the client declined, or came back with another plan.
+        Raises a `MessageError` where no plan can be made of it, a `ContractError` where the client
+        declined or came back with another plan.
         """
         answer = unpack_json(raw)
         if reason := answer.get("declined"):
@@ -138,14 +132,9 @@ class RoundServer:
             )
         # a stranger wrote it: JSON holds any number, and 1e400 reads as infinity
         except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
-            raise MessageError(
-                f"malformed: a client joins with a plan that cannot be accounted ({error!r})."
-            ) from None
+            raise MessageError(f"malformed: a plan that cannot be accounted ({error!r}).") from None
         if not NAME.fullmatch(name):
-            raise MessageError(
-                f"malformed: the client's name {name[:64]!r} is not 1 to 64 letters, digits, '.', '_' "
-                "and '-', a letter or digit first."
-            )
+            raise MessageError(f"malformed: the client's name {name[:64]!r} is no plain word.")
         check_contract(digest, self.digest)
         if (member := self.members.get(name)) is None:
             member = Member(name, len(self.members), local, source, self.round)
@@ -153,8 +142,8 @@ class RoundServer:
             self._save_members()
         elif member.local != local:
             raise ContractError(
-                f"client {name} came back with another plan than it joined with: its ledger is "
-                "of that one. Put its rows and settings back."
+                f"client {name} came back with another plan than it joined with: put its rows and "
+                "settings back."
             )
         return member
 
@@ -179,8 +168,8 @@ class RoundServer:
     def ask(self, name: str) -> bytes:
         """Returns the open round's message to a member: what it lacks of the releases so far.
 
-        A member that left its last message unanswered is sent none of them: it says first which it has
-        (`BEHIND`), so that a client that is gone costs the head of a message in each round.
+        One that left its last message unanswered is sent none: it says first which it has (`BEHIND`), so
+        that a client that is gone costs the head of a message in each round.
         """
         member = self.members[name]
         first = self.round if member.unsure else member.known
@@ -191,13 +180,10 @@ class RoundServer:
         return payload
 
     def take(self, name: str, raw: bytes | None) -> bool:
-        """Takes a member's answer to `ask`.
-
-        Args:
-          name: who sent it, as the transport knows.
+        """Takes an answer to `ask` of the member that the transport says it is of.
 
         Returns:
-          True if its values count; False if it is to be asked again with the releases that it lacks, or
+          Whether its values count. If not, it is to be asked again with the releases that it lacks, or
           released nothing in this round.
 
         Raises:
@@ -231,7 +217,7 @@ class RoundServer:
             raise MessageError(f"malformed: kind {message.kind} to a server.")
         if member.name in self.taken:
             raise MessageError(
-                f"replayed: client {member.name} has sent round {self.round} already."
+                f"replayed: client {member.name} has sent round {self.round} before."
             )
         check_values(message.values, member.local.largest_value())
         logged = self.log.messages.get((self.round, member.index))
@@ -240,7 +226,7 @@ class RoundServer:
         elif logged != message.values:  # the server was killed after it had logged them
             raise MessageError(
                 f"two releases: client {member.name} sent other values for round {self.round} before; "
-                "its ledger was lost or rolled back, and more was spent than it counts."
+                "its ledger was lost or rolled back, and it spent more."
             )
         member.known = self.round
         self.taken[member.name] = message.values
@@ -277,10 +263,9 @@ class RoundServer:
 def shares(plans: Sequence[LocalPlan]) -> list[float]:
     """Returns what a row of each client counts, a_i = (least / own noise multiplier)^2, to six digits.
 
-    Noise of a client's sum has the variance (sigma_i C)^2. So of clients with equal batches the mean has
-    the least variance that weights can give it, and where their noise is equal all rows count 1. Noise
-    is as a client declares it: below half of the median it counts as that half, so that no row counts
-    more than four of a client with the median's noise. Without noise all rows count 1.
+    So the mean of clients with equal batches has the least variance that weights can give it; noise of a
+    client's sum has (sigma_i C)^2. Noise is as a client declares it: below half of the median it counts
+    as that half, so that no row counts more than four of a client with the median's noise.
     """
     noises = [local.mechanism.noise_multiplier for local in plans]
     # of two the larger: who declares next to none is not the one that it is compared with

@@ -35,7 +35,7 @@ from hf_dpzero.ledger.log_file import LedgerError, split_header
 from hf_dpzero.ledger.trajectory import LEDGER_NAME
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.mechanisms.base import MAX_CLIP
-from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
+from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.run_folder.folder import ledger_header
@@ -66,8 +66,7 @@ class Settings:
     """What the sides of a run are made from; plain values, so that it travels to other processes.
 
     Attributes:
-      recipe: YAML file or name of a shipped recipe; its expected_batch_size is that of all clients
-        together.
+      recipe: YAML file or shipped name; its expected_batch_size is that of all clients together.
       overrides: of the recipe's fields.
       clients: n, shards of the recipe's rows; each a file where `train_file` names several.
       rounds: R, which takes the place of max_steps.
@@ -87,7 +86,7 @@ class Settings:
     partition: str | None = None
 
     def load(self, output_dir: str | Path) -> Recipe:
-        """Loads the recipe, R in it, and refuses settings that federated runs have no accounting for."""
+        """Loads the recipe, R in it; refuses settings that federated runs have no accounting for."""
         words = [*self.overrides, "--output_dir", str(output_dir)]
         if self.rounds is not None:
             words += ["--max_steps", str(self.rounds)]
@@ -107,10 +106,8 @@ def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
     [1, 4]
     """
     if num_examples < clients:
-        raise PlanError(
-            f"{num_examples} rows in {clients} shards: {clients - num_examples} of them would be empty. "
-            f"Use at most {num_examples} clients."
-        )
+        empty = clients - num_examples
+        raise PlanError(f"of {clients} shards, {empty} of them would be empty: use fewer clients.")
     return np.arange(client, num_examples, clients, dtype=np.int64)
 
 
@@ -131,8 +128,8 @@ def check_folder(folder: Path, clients: int, *, resume: bool) -> None:
     there, before = (folder / LEDGER_NAME).is_file(), len(members_in(folder))
     if there and not resume:
         raise LedgerError(
-            f"{folder} holds the ledger of an earlier run: go on with --resume, or take another "
-            "--output_dir. What its clients spent stays spent either way."
+            f"{folder} holds the ledger of an earlier run, and what it spent stays spent: go on with "
+            "--resume, or take another --output_dir."
         )
     if resume and not there:
         raise LedgerError(f"{folder} has no {LEDGER_NAME} to resume from: leave --resume out.")
@@ -155,7 +152,7 @@ def partitioned(labels: Sequence[int], clients: int, partition: str, seed: int) 
     name, _, number = partition.partition(":")
     try:
         kind, setting, read = PARTITIONERS[name]
-        value = read(number)
+        settings = {"num_partitions": clients, "partition_by": "label", setting: read(number)}
     except (KeyError, ValueError):
         known = ", ".join(f"{key}:{entry[1].upper()}" for key, entry in PARTITIONERS.items())
         raise PlanError(f"partition={partition!r}: use one of {known}.") from None
@@ -167,9 +164,7 @@ def partitioned(labels: Sequence[int], clients: int, partition: str, seed: int) 
         ) from None
     from datasets import Dataset
 
-    made = getattr(partitioner, kind)(
-        num_partitions=clients, partition_by="label", seed=seed, **{setting: value}
-    )
+    made = getattr(partitioner, kind)(seed=seed, **settings)
     made.dataset = Dataset.from_dict({"label": labels, "row": range(len(labels))})
     try:
         return [np.sort(np.asarray(made.load_partition(i)["row"][:])) for i in range(clients)]
@@ -179,10 +174,9 @@ def partitioned(labels: Sequence[int], clients: int, partition: str, seed: int) 
 
 @dataclass
 class Side:
-    """One process of a run: a replica, and what makes its contract and its clients' plans.
+    """One process of a run: a replica on the rows that are here, a contract and its clients' plans.
 
     Attributes:
-      replica: on the recipe's rows that are on this machine.
       contract: None until a server offered one, or this side made one.
       clients: of this process that joined, by name.
       plans: by rows, probability and clip; calibrating one takes seconds.
@@ -228,10 +222,9 @@ class Side:
         return min(1.0, float(config.expected_batch_size) / self.num_examples)
 
     def own_contract(self) -> dict[str, Any]:
-        """Returns the contract as this side's recipe describes it.
+        """Returns the contract as this side's recipe describes it, a `Trajectory`'s header.
 
-        JSON-safe; also a valid header of a `Trajectory` once it has a direction key, which is missing
-        where the recipe sets none.
+        The direction key is missing where the recipe sets none.
         """
         if self.contract is not None:
             return self.contract
@@ -294,7 +287,7 @@ class Side:
         return local_plan(config, num_examples, q)
 
     def join(self, name: str, client: int, folder: Path, invitation: bytes | None) -> bytes:
-        """Answers an invitation with the numbers of a client's plan, and makes the client.
+        """Makes a client, and answers an invitation with the numbers of its plan.
 
         Args:
           name, client, folder: its name, its number among those of the recipe's rows, its own folder.
@@ -305,35 +298,25 @@ class Side:
           PlanError: an empty shard, or no plan for it.
         """
         made = self._made(name, client, folder, unpack_json(invitation)["contract"])
-        return pack_json(
-            {
-                "name": name,
-                "contract_digest": contract_digest(made.contract).hex(),
-                "num_examples": made.local.num_examples,
-                "noise_multiplier": made.local.mechanism.noise_multiplier,
-                "delta": made.local.delta,
-                "noise_source": made.noise.stated_name,
-            }
+        local, digest = made.local, contract_digest(made.contract).hex()
+        logger.info(
+            "%s answers the invitation: %s rows, noise multiplier %.6g, epsilon at most %.6g in all %s "
+            "rounds (delta %.6g)",
+            *(name, local.num_examples, local.mechanism.noise_multiplier),
+            *(local.epsilon(local.rounds), local.rounds, local.delta),
         )
+        answer = {"name": name, "contract_digest": digest, "noise_source": made.noise.stated_name}
+        return pack_json(answer | local.declared())
 
     def answer(self, kind: str, payload: bytes, name: str, client: int, folder: Path) -> bytes:
         """Answers a message, "join" or "round"; who cannot take part says why, and quotes no row."""
         if kind != "join":
             return self.client(name, client, folder).answer(self.replica, payload)
         try:
-            answer = self.join(name, client, folder, payload)
+            return self.join(name, client, folder, payload)
         except (ContractError, PlanError) as error:
             logger.warning("%s does not take part: %s", name, error)
             return pack_json({"declined": str(error)})
-        local = self.clients[name].local
-        logger.info(
-            "%s answers the invitation: %s rows, expected batch %.6g, noise multiplier %.6g, epsilon at "
-            "most %.6g in all %s rounds (delta %.6g)",
-            *(name, local.num_examples, local.mechanism.expected_batch_size),
-            *(local.mechanism.noise_multiplier, local.epsilon(local.rounds)),
-            *(local.rounds, local.delta),
-        )
-        return answer
 
     def client(self, name: str, client: int, folder: Path) -> LocalClient:
         """Returns a client that joined, perhaps in another process, which left the contract."""
@@ -358,10 +341,8 @@ class Side:
         check_ceiling(folder, local, ceiling)
         if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):
             raise ContractError("this process follows another server's run: start the client anew.")
-        seed = config.testing.insecure_noise_seed
-        noise: NoiseSource = SecureNoise()
-        if seed is not None:  # another stream for each client
-            noise = InsecureSeededNoise(seed + 1000 * (client + 1))
+        seed = config.testing.insecure_noise_seed  # another stream for each client
+        noise = SecureNoise() if seed is None else InsecureSeededNoise(seed + 1000 * (client + 1))
         # refuses a folder of another run, before the replica follows this one
         made = LocalClient(name, folder, local, offered, rows, noise)
         if self.contract is None:
@@ -373,9 +354,7 @@ class Side:
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
         """Opens the run's ledgers; the replica follows them.
 
-        Raises:
-          LedgerError: see `RoundServer`.
-          PlanError: a shard without a plan, or no clip; nothing is written then.
+        Where a shard has no plan, or public rows choose no clip (`PlanError`), nothing is written.
         """
         contract = {"direction_key": f"{new_key():032x}", **self.own_contract()}
         if resume:
@@ -384,8 +363,7 @@ class Side:
             header, _ = split_header(ledger.read_bytes(), ledger)
             if "median_norm" not in header:
                 raise LedgerError(
-                    f"{ledger} is of an earlier version, whose clip and rates came from no median_norm: "
-                    "resume with that version, or take another --output_dir."
+                    f"{ledger} has no median_norm: resume with that version, or take another folder."
                 )
             contract |= {name: header[name] for name in ("direction_key", "median_norm")}
             clip = header["federated"]["clip"]
@@ -407,13 +385,11 @@ class Side:
         """Returns the median norm of public rows' differences, or None, and the clip from it."""
         norms = self.replica.public_norms()
         median = None if norms is None else float(norms.median())
-        clip, given = CLIPPED_FROM * (median or 0.0), not self.recipe.training.clip_left_out
-        words = f"{CLIPPED_FROM:g} of the median norm of public rows' differences"
-        if not given and not SMALLEST_CLIP <= clip <= MAX_CLIP:
-            raise PlanError(
-                f"clip, which is left out, is {words}, {median}: give validation_file, or clip."
-            )
-        if not given:
+        clip = CLIPPED_FROM * (median or 0.0)
+        if self.recipe.training.clip_left_out:
+            words = f"{CLIPPED_FROM:g} of the median norm of public rows' differences"
+            if not SMALLEST_CLIP <= clip <= MAX_CLIP:
+                raise PlanError(f"clip is {words}, {median}: give validation_file, or clip.")
             logger.warning("clip=%.6g for all clients: %s.", clip, words)
         return median, clip
 
