@@ -54,6 +54,7 @@ _SECTIONS = {
     "all-MiniLM-L6-v2, a linear head (measured in [docs/results.md](../docs/results.md))": (
         "minilm",
     ),
+    "SmolLM2-135M-Instruct, prompted ([how to](../docs/how_to/small_decoder.md))": ("smollm2",),
 }
 _COLUMNS = (
     *("recipe", "task", "model", "method", "trained", "(ε, δ)"),
