@@ -7,17 +7,14 @@ run is refused. No value of it, and not its length.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_dpzero.batches.placement import bucket
 from hf_dpzero.batches.shapes import PassShapes, Row, is_along, masked_shape
-from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model, vocabulary_size
+from hf_dpzero.objectives.losses import IGNORE_INDEX, base_model, ordinary_tokens
 
 _POSITIONS = ("start_positions", "end_positions")
 _IDS = ("input_ids", "decoder_input_ids")
@@ -54,7 +51,7 @@ class InventedRows:
     def __init__(self, form: Row, model: nn.Module, shapes: PassShapes) -> None:
         self.form, self.shapes, self.side = form, shapes, shapes.padding_side
         self._shape = masked_shape(form)
-        self._tokens, self._end = _vocabulary(model)
+        self._tokens, self._end = ordinary_tokens(model)
         self._of_tokens = "ForTokenClassification" in type(base_model(model)).__name__
         classes = getattr(getattr(base_model(model), "config", None), "num_labels", None)
         self._classes = classes if isinstance(classes, int) and classes > 0 else 2
@@ -126,28 +123,6 @@ class InventedRows:
         else:
             value = torch.ones(size) if name in _ONES else torch.zeros(size)
         return value.to(like.dtype)
-
-
-def _vocabulary(model: nn.Module) -> tuple[Tensor, int | None]:
-    """Ids of ordinary tokens, and the end of a sequence or None; of small vocabularies all."""
-    base: Any = base_model(model)
-    try:
-        count = vocabulary_size(model)
-    except (AttributeError, NotImplementedError):
-        tables = (m.num_embeddings for m in base.modules() if isinstance(m, nn.Embedding))
-        count = min(tables, default=2)
-    config = getattr(base, "config", None)
-    text: Any = getattr(config, "get_text_config", lambda: config)()
-    named = text.to_dict() if hasattr(text, "to_dict") else {}
-    special: dict[str, list[int]] = {
-        name: [token for token in np.atleast_1d(value).tolist() if token is not None]
-        for name, value in named.items()
-        if name.endswith("_token_id")
-    }
-    known = set(itertools.chain.from_iterable(special.values()))
-    ordinary = [token for token in range(count) if token not in known] or [0]
-    ends = [token for token in special.get("eos_token_id", []) if token < count]
-    return torch.tensor(ordinary), ends[0] if ends else None
 
 
 @contextlib.contextmanager

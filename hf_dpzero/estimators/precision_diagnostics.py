@@ -15,7 +15,7 @@ the signal counts as rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
-from hf_dpzero.objectives.losses import vocabulary_size
+from hf_dpzero.objectives.losses import ordinary_tokens
 from hf_dpzero.perturbation.directions import Direction
 
 DRAWS = 4
@@ -191,19 +191,10 @@ def random_tokens(schema: Mapping[str, Any], model: nn.Module) -> dict[str, Tens
 
 def _token_ids(model: Any, config: Any, generator: torch.Generator) -> Tensor:
     """int64 [ROWS, T] without special tokens, but for an end-of-sequence token at the end."""
-    text = config.get_text_config()
-    vocabulary = vocabulary_size(model)
-    special = _flat([v for k, v in text.to_dict().items() if k.endswith("_token_id")])
-    ordinary = torch.tensor([i for i in range(vocabulary) if i not in special])
-    positions = getattr(text, "max_position_embeddings", None) or 2 * _TOKENS
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2 * _TOKENS
     shape = (ROWS, min(_TOKENS, max(2, positions // 2)))
+    ordinary, end = ordinary_tokens(model)
     ids = ordinary[torch.randint(len(ordinary), shape, generator=generator)]
-    for end in _flat([getattr(text, "eos_token_id", None)])[:1]:
+    if end is not None:
         ids[:, -1] = end
     return ids
-
-
-def _flat(values: Iterable[int | list[int] | None]) -> list[int]:
-    """Token ids of a config, which may be None, numbers or lists of numbers."""
-    lists = (value if isinstance(value, list) else [value] for value in values)
-    return [token for tokens in lists for token in tokens if token is not None]

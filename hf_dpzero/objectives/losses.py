@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -246,10 +248,30 @@ def base_model(model: nn.Module) -> nn.Module:
             return base
 
 
-def vocabulary_size(model: nn.Module) -> int:
-    """Rows of a model's table of token embeddings, also under an adapter; AttributeError without one."""
-    table: Any = base_model(model).get_input_embeddings()  # type: ignore[operator]
-    return int(getattr(table, "num_embeddings", None) or len(table.weight))
+def ordinary_tokens(model: nn.Module) -> tuple[Tensor, int | None]:
+    """Ids of a model's tokens but the special ones, and the end of a sequence or None.
+
+    Without token embeddings those of its smallest table; 0 where all are special.
+    """
+    base: Any = base_model(model)
+    try:
+        table = base.get_input_embeddings()
+        count = int(getattr(table, "num_embeddings", None) or len(table.weight))
+    except (AttributeError, NotImplementedError):
+        tables = (m.num_embeddings for m in base.modules() if isinstance(m, nn.Embedding))
+        count = min(tables, default=2)
+    config = getattr(base, "config", None)
+    text: Any = getattr(config, "get_text_config", lambda: config)()
+    named = text.to_dict() if hasattr(text, "to_dict") else {}
+    special: dict[str, list[int]] = {
+        name: [token for token in np.atleast_1d(value).tolist() if token is not None]
+        for name, value in named.items()
+        if name.endswith("_token_id")
+    }
+    known = set(itertools.chain.from_iterable(special.values()))
+    ordinary = [token for token in range(count) if token not in known] or [0]
+    ends = [token for token in special.get("eos_token_id", []) if token < count]
+    return torch.tensor(ordinary), ends[0] if ends else None
 
 
 def right_padded(inputs: Inputs, token_keys: tuple[str, ...] = TOKEN_KEYS) -> Inputs:
