@@ -32,7 +32,6 @@ from hf_dpzero.federated.report import RUNS, served, together
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
-from hf_dpzero.objectives.losses import PaddedMicrobatch, num_examples
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.reporting.wording import round_up
 from hf_dpzero.training.methods import ZerothOrderMethod, prepare
@@ -86,15 +85,12 @@ class Replica:
 
     def differences(self, indices: Sequence[int]) -> Tensor:
         """Measures rows along this round's K directions: private float64 [B, K]; the weights stay."""
-        rows, shapes = self.run.rows, self.run.shapes
-        if shapes is not None:
-            parts = list(shapes.microbatches(list(indices)))
-        else:  # a run without noise protects nothing, so its passes may be of any size
-            size = self.run.args.physical_batch_size
-            chunks = [list(indices[i : i + size]) for i in range(0, len(indices), size)]
-            batches = [rows.collate_rows(chunk) for chunk in chunks]
-            parts = [PaddedMicrobatch(batch, num_examples(batch)) for batch in batches]
-        return self._measured(parts)
+        if self.run.shapes is not None:
+            return self._measured(self.run.shapes.microbatches(indices))
+        # a run without noise protects nothing, so its passes may be of any size
+        size, collate = self.run.args.physical_batch_size, self.run.rows.collate_rows
+        starts = range(0, len(indices), size)
+        return self._measured([collate(list(indices[i : i + size])) for i in starts])
 
     def public_norms(self) -> Tensor | None:
         """Measures public rows as `differences` does: finite float64 norms [B]; None without any."""

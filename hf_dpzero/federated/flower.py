@@ -1,7 +1,7 @@
 """All that knows Flower (https://flower.ai): payloads in its messages, a simulation on Ray, two apps.
 
-Each payload travels as one bytes entry of a `ConfigRecord`, by its kind. What concerns a client's
-privacy (recipe, overrides, rows, folder) comes from its own `--node-config`, never from the server.
+What concerns a client's privacy (recipe, overrides, rows, folder) comes from its own `--node-config`,
+never from the server.
 
 Flower 1.41 starts a process for each message of a client on a SuperNode, under both of its isolations.
 That process loads neither torch nor transformers (nor does importing this module): it hands the payload
@@ -78,9 +78,6 @@ def check_flower() -> None:
         )
 
 
-# ------------------------------------------------------------------ payloads
-
-
 def wrapped(payload: bytes, kind: str = ANSWER) -> RecordDict:
     """Returns a payload as Flower carries it; `kind` is "join" or "round" of a server's message."""
     from flwr.app import ConfigRecord, RecordDict
@@ -127,9 +124,6 @@ class FlowerTransport:
         return answers
 
 
-# ------------------------------------------------------------------ a client's configuration
-
-
 def client_of(values: Mapping[str, Any]) -> tuple[str, Path]:
     """Reads a client's name and its own folder: `name`, and if wanted `output-dir`."""
     name = str(values.get("name", ""))
@@ -159,9 +153,6 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
     words = tuple(shlex.split(str(values.get("overrides", ""))))
     given = {"recipe": str(values["recipe"]), "overrides": words, "clients": 1, "own_rows": True}
     return Settings(**given, **numbers)
-
-
-# ------------------------------------------------------------------ the process of a message
 
 
 def hand_over(folder: Path, values: Mapping[str, Any], kind: str, payload: bytes) -> bytes:
@@ -205,9 +196,6 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
             stderr=file,
             start_new_session=True,  # Flower ends the process of a message with its group
         )
-
-
-# ------------------------------------------------------------------ the resident process
 
 
 def serve(folder: Path) -> None:
@@ -275,8 +263,6 @@ def _end_with(watched: int) -> None:
         time.sleep(WATCH_SECONDS)
 
 
-# ------------------------------------------------------------------ apps
-
 Answer = Callable[[str, bytes, "Context"], bytes]
 """(kind, payload, Flower's context of the node) -> payload of the answer."""
 
@@ -309,8 +295,7 @@ def client_app() -> ClientApp:
 
 def deployed_answer(kind: str, payload: bytes, context: Context) -> bytes:
     """Has a SuperNode's resident process answer."""
-    values = dict(context.node_config)
-    return hand_over(client_of(values)[1], values, kind, payload)
+    return hand_over(client_of(context.node_config)[1], context.node_config, kind, payload)
 
 
 def simulated_answer(
@@ -321,8 +306,8 @@ def simulated_answer(
 
     client = int(context.node_config["partition-id"])
     name = client_names(settings.clients)[client]
-    side = _side(settings, folder)
-    return side.answer(kind, payload, name, client, folder / CLIENTS / name)
+    own = (name, client, folder / CLIENTS / name)
+    return _side(settings, folder).answer(kind, payload, *own)
 
 
 @functools.cache

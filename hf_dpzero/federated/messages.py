@@ -6,10 +6,8 @@ u64, and 16 bytes of the contract's digest; then the body; then a CRC-32 of all 
     ask     server to client: the releases before `round` that the client lacks, each 8 + 4 K bytes
     values  client to server: K float32, its noised clipped mean
 
-so that a client that is up to date costs 36 + 8 + 4 K bytes down and 36 + 4 K bytes up. Joining is JSON,
-once. A checksum finds accidents, not forgers: who sent a message is known by the transport.
-
-A `MessageLog` is a client's own ledger, and the server's list of all that it took.
+Joining is JSON, once. A checksum finds accidents, not forgers: who sent a message is known by the
+transport. A `MessageLog` is a client's own ledger, and the server's list of all that it took.
 """
 
 from __future__ import annotations
@@ -108,8 +106,7 @@ def check_contract(theirs: bytes, ours: bytes) -> None:
     """Refuses a digest that is another run's, by a `MessageError`."""
     if theirs != ours:
         raise MessageError(
-            f"another contract: digest {theirs.hex()}, and {ours.hex()} here. It is of "
-            "another run, base model or plan; both sides need the same recipe and settings."
+            f"another contract: {theirs.hex()}, and {ours.hex()} here, of another run or settings."
         )
 
 
@@ -119,8 +116,7 @@ def check_values(values: Sequence[float], bound: float) -> None:
         raise MessageError(f"not finite: {wrong} of the values.")
     if (largest := max(map(abs, values))) > bound:
         raise MessageError(
-            f"out of range: a value of {largest:.4g}, where clip and noise of the client's plan allow "
-            f"{bound:.4g}."
+            f"out of range: a value of {largest:.4g}, and the plan allows {bound:.4g}."
         )
 
 

@@ -1,13 +1,11 @@
 """What a client agrees to: its own privacy plan, and the contract that it shares with the server.
 
-Each round draws a client's rows afresh by the recipe's sampler, whose key only the client knows. A row
-may take part in every round: its plan composes all rounds in which the client released. The guarantee
-holds against the server and everybody who reads the messages. It is for one row of one client; all rows
-of a client together are not covered.
+Each round draws a client's rows afresh by the recipe's sampler, whose key only the client knows; the
+plan composes all rounds in which the client released. The guarantee holds against the server and
+everybody who reads the messages, for one row of one client.
 
 The contract is the header of the server's ledger: base model, directions, update rule, and what all
-clients' plans have in common. Rows and noise are each client's own; of these and the contract
-`local_plan` makes the same plan on both sides.
+clients' plans have in common. Of these and the client's own rows and noise `local_plan` makes the plan.
 """
 
 from __future__ import annotations
@@ -24,11 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_dpzero.federated.messages import DIGEST_BYTES, MAX_RELEASES
-from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import flat
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
 from hf_dpzero.privacy.mechanisms.adaptive import MIN_CLIP_CHANGE
-from hf_dpzero.privacy.mechanisms.base import MAX_CLIP
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import (
     PoissonSampler,
@@ -43,17 +39,11 @@ if TYPE_CHECKING:
 
 
 class PlanError(ValueError):
-    """A client, or a recipe, without a plan; says why, and nothing of any row."""
-
-
-class ContractError(LedgerError):
-    """Two sides that are not of one run; says in what they differ."""
+    """No plan for a client, or two sides that are not of one run; says why, and nothing of any row."""
 
 
 _DRAWN_AFRESH = ("poisson", "truncated_poisson", "fixed_size_without_replacement", "full_batch")
-_MISSED_ROUND = (
-    "a client that misses a round has spent other steps than the first ones; leave it out"
-)
+_MISSED_ROUND = "a client that misses a round has spent other steps than the first; leave it out"
 _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
     "method": (
         ("dpzero",),
@@ -66,9 +56,7 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
         "rows then choose a clip for all",
     ),
     "load_best_model_at_end": ((False,), "a run ends with its last round; leave it out"),
-    "schedules.noise": ((None,), _MISSED_ROUND),
-    "schedules.clip": ((None,), _MISSED_ROUND),
-    "schedules.smoothing": ((None,), _MISSED_ROUND),
+    **{f"schedules.{of}": ((None,), _MISSED_ROUND) for of in ("noise", "clip", "smoothing")},
     "sampling": (
         _DRAWN_AFRESH,
         "clients may miss rounds, and its account needs one order for the whole run; use one of "
@@ -85,7 +73,7 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
 CHOSEN_BY_SERVER = ("direction_key", "sampling_probability", "median_norm")
 """What a client takes from the server, with the clip where its recipe leaves it out. The guarantee holds
 along any directions; of probabilities `check_probability` refuses those that would cost more than the
-client agreed to, and of clips `check_clip` those that its model was not checked for."""
+client agreed to, and `Side` clips that its model was not checked for."""
 
 SMALLEST_CLIP = CLASSIC["clip"] * MIN_CLIP_CHANGE
 """For which a model is checked whose clip is left out, as where it adapts."""
@@ -236,13 +224,6 @@ def check_probability(
     return float(offered)
 
 
-def check_clip(offered: object) -> float:
-    """Returns a server's clip, if a client's model was checked for it; epsilon follows no clip."""
-    if not isinstance(offered, float) or not SMALLEST_CLIP <= offered <= MAX_CLIP:
-        raise PlanError(f"the server's clip={offered!r} is no number from {SMALLEST_CLIP:g} on.")
-    return offered
-
-
 def contract_digest(contract: Mapping[str, Any]) -> bytes:
     """Returns the first 16 bytes of the SHA-256 of the contract's canonical JSON, versions left out."""
     # NaN is no JSON, and two contracts that hold one would never be equal
@@ -254,7 +235,7 @@ def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the contract that a client goes by: the server's.
 
     Raises:
-      ContractError: it and the client's own differ in more than `CHOSEN_BY_SERVER`.
+      PlanError: it and the client's own differ in more than `CHOSEN_BY_SERVER`.
     """
     mine, theirs = (_compared(side, but=CHOSEN_BY_SERVER) for side in (own, offered))
     if mine != theirs:
@@ -264,12 +245,12 @@ def adopt(own: Mapping[str, Any], offered: Mapping[str, Any]) -> dict[str, Any]:
             for k in sorted(here.keys() | there.keys())
             if here.get(k) != there.get(k)
         ] or ["an entry that reads in two ways"]  # of names with dots
-        raise ContractError(
+        raise PlanError(
             "the server's run is another one than this client's recipe describes "
             f"({'; '.join(changed)}). Use the same recipe, base model and settings on both sides."
         )
     if missing := [name for name in CHOSEN_BY_SERVER if name not in offered]:
-        raise ContractError(f"the server's contract lacks {', '.join(missing)}.")
+        raise PlanError(f"the server's contract lacks {', '.join(missing)}.")
     return dict(offered)
 
 

@@ -178,9 +178,6 @@ def save_costliest(
     bound_to(own, server.folder).save(server.folder / REPORT_FILE)
 
 
-# ------------------------------------------------------------------ a client's own view
-
-
 class Served(NamedTuple):
     """A run that a client took part in: its plan and what its ledger counts, also while it runs."""
 

@@ -17,13 +17,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm.auto import tqdm
 
 from hf_dpzero.federated.messages import MessageError
-from hf_dpzero.federated.plan import ContractError, LocalPlan
+from hf_dpzero.federated.plan import LocalPlan, PlanError
 from hf_dpzero.federated.report import REPORT_NAME, federated_report, save_costliest
 from hf_dpzero.federated.server import RoundServer, shares
 from hf_dpzero.federated.setup import CLIENTS, CLIPPED_FROM, Settings, Side, client_names
@@ -59,15 +60,17 @@ class Transport(Protocol):
         """
 
 
+@dataclass
 class InProcess(Transport):
     """Clients in this process, on the server's started side: the same mechanism without a network.
 
     Their names are also their addresses, and the i-th has shard i; those in `gone` cannot be reached.
     """
 
-    def __init__(self, side: Side, folder: Path, names: Sequence[str]) -> None:
-        self.side, self.folder, self.names = side, folder, list(names)
-        self.gone: set[str] = set()
+    side: Side
+    folder: Path
+    names: list[str]
+    gone: set[str] = field(default_factory=set)
 
     def present(self) -> list[str]:
         return sorted(set(self.names) - self.gone)
@@ -83,41 +86,28 @@ class InProcess(Transport):
         return answers
 
 
+@dataclass
 class Rounds:
-    """Runs the rounds of a server; see `run`.
+    """Runs the rounds of a server; see `run`."""
 
-    Args:
-      learning_rates: returns alpha_r of every round; called once, after the first answers.
-      min_clients: so many must be present before a round is asked for, within `patience` seconds.
-
-    Attributes:
-      names: member's name by address.
-      declined: why an address is no member, and its name, if another holds it.
-      invited: how often an address was, that has not joined yet.
-    """
-
-    def __init__(
-        self,
-        server: RoundServer,
-        transport: Transport,
-        learning_rates: Callable[[], Sequence[float]],
-        *,
-        min_clients: int = 1,
-        patience: float = 60.0,
-    ) -> None:
-        self.server, self.transport, self.learning_rates = server, transport, learning_rates
-        self.min_clients, self.patience = min_clients, patience
-        self.names: dict[str, str] = {}
-        self.declined: dict[str, tuple[str, str | None]] = {}
-        self.invited: Counter[str] = Counter()
+    server: RoundServer
+    transport: Transport
+    learning_rates: Callable[
+        [], Sequence[float]
+    ]  # of every round; asked for after the first answers
+    min_clients: int = 1  # so many must be present before a round, within `patience` seconds
+    patience: float = 60.0
+    names: dict[str, str] = field(default_factory=dict)  # of members, by address
+    # why an address is no member, and its name if another address has it
+    declined: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    invited: Counter[str] = field(default_factory=Counter)  # addresses that have not joined yet
 
     def left_out(self) -> list[str]:
         """Returns who was there and is no member, and why, a line for each."""
-        silent = self.invited.keys() - self.names.keys() - self.declined.keys()
-        lines = [f"{who}: {why}" for who, (why, _) in sorted(self.declined.items())]
-        return lines + [
-            f"{who}: gave no answer to {self.invited[who]} invitations; its own log says why"
-            for who in sorted(silent)
+        silent = sorted(self.invited.keys() - self.names.keys() - self.declined.keys())
+        return [
+            *(f"{who}: {why}" for who, (why, _) in sorted(self.declined.items())),
+            *(f"{a}: gave no answer to {self.invited[a]} invitations; see its log" for a in silent),
         ]
 
     def run(self, on_round: Callable[[Release, int], None] | None = None) -> None:
@@ -172,7 +162,7 @@ class Rounds:
             try:
                 name = (member := self.server.join(raw)).name
                 if name in held:
-                    raise ContractError(
+                    raise PlanError(
                         f"it joins as {name}, the name of a client that is connected: give each client "
                         "a name of its own"
                     )
@@ -215,9 +205,6 @@ class Rounds:
         return behind
 
 
-# ------------------------------------------------------------------ learning rates
-
-
 def learning_rates(
     config: DPZeroConfig, plans: Sequence[LocalPlan] = (), slope: float | None = None
 ) -> list[float]:
@@ -234,17 +221,11 @@ def learning_rates(
     first = chosen_rate(plans, kind, slope) if chosen else config.learning_rate
     rate = CLASSIC["learning_rate"] if first is None else first
     assert isinstance(options, dict | None)  # transformers parses a JSON text
-    # schedulers of transformers are known by their effect on an optimizer alone
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
     scheduler = get_scheduler(
         kind, optimizer, config.get_warmup_steps(rounds), rounds, options or {}
     )
-    rates = []
-    for _ in range(rounds):
-        rates.append(float(scheduler.get_last_lr()[0]))
-        optimizer.step()
-        scheduler.step()
-    return rates
+    return [rate * float(scheduler.lr_lambdas[0](number)) for number in range(rounds)]
 
 
 def chosen_rate(
@@ -262,9 +243,6 @@ def chosen_rate(
     clip, expected = mechanisms[0].clip, math.fsum(a * m.expected_batch_size for a, m in pairs)
     summed = clip * noise / expected * math.sqrt(plans[0].rounds)
     return rate_of_noise(summed, clip, mechanisms[0].num_directions, schedule, slope)
-
-
-# ------------------------------------------------------------------ the server's run
 
 
 class ServerRun:

@@ -33,13 +33,12 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
-from hf_dpzero.federated.plan import ContractError, LocalPlan, contract_digest
+from hf_dpzero.federated.plan import LocalPlan, PlanError, contract_digest
 from hf_dpzero.ledger.log_file import LedgerError, write_atomically
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.privacy.discretization import float32s
 
 MEMBERS_NAME, MESSAGES_NAME = "clients.json", "messages.ledger"
-
 
 Plans = Callable[[int, float, float], LocalPlan]
 """(rows, noise multiplier, delta), as a client declares them -> its plan under the contract."""
@@ -47,26 +46,17 @@ Plans = Callable[[int, float, float], LocalPlan]
 
 @dataclass
 class Member:
-    """A client that joined.
-
-    Attributes:
-      index: its number in `messages.ledger`.
-      local, noise_source: as it declared them.
-      joined: the first round it could take part in.
-      known: rounds whose release it has; a guess where it is `unsure`, as after an unanswered message.
-      refused: why messages of it were refused, with how often.
-      sent, received: payload bytes of rounds.
-    """
+    """A client that joined."""
 
     name: str
-    index: int
+    index: int  # in `messages.ledger`
     local: LocalPlan
-    noise_source: str
-    joined: int
-    known: int = 0
-    unsure: bool = False
-    refused: dict[str, int] = field(default_factory=dict)
-    sent: int = 0
+    noise_source: str  # as it declared it
+    joined: int  # the first round that it could take part in
+    known: int = 0  # rounds whose release it has
+    unsure: bool = False  # `known` is a guess: its last message went unanswered, or it came back
+    refused: dict[str, int] = field(default_factory=dict)  # messages, by why
+    sent: int = 0  # payload bytes of rounds
     received: int = 0
 
 
@@ -118,18 +108,16 @@ class RoundServer:
     def join(self, raw: bytes | None) -> Member:
         """Takes a client in, or back after it was away, by its answer to the invitation.
 
-        Raises a `MessageError` where no plan can be made of it, a `ContractError` where the client
-        declined or came back with another plan.
+        Raises:
+          MessageError: malformed, or nothing that a plan can be made of.
+          PlanError: it declined, or came back with another plan.
         """
         answer = unpack_json(raw)
         if reason := answer.get("declined"):
-            raise ContractError(f"the client declined: {reason}")
+            raise PlanError(f"the client declined: {reason}")
         try:
             name, digest = str(answer["name"]), bytes.fromhex(answer["contract_digest"])
-            source = str(answer["noise_source"])
-            local = self._plan_of(
-                answer["num_examples"], answer["noise_multiplier"], answer["delta"]
-            )
+            source, local = str(answer["noise_source"]), self._declared_by(answer)
         # a stranger wrote it: JSON holds any number, and 1e400 reads as infinity
         except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
             raise MessageError(f"malformed: a plan that cannot be accounted ({error!r}).") from None
@@ -141,14 +129,15 @@ class RoundServer:
             self.members[name] = member
             self._save_members()
         elif member.local != local:
-            raise ContractError(
-                f"client {name} came back with another plan than it joined with: put its rows and "
-                "settings back."
+            raise PlanError(
+                f"another plan than {name} joined with: put its rows and settings back."
             )
         return member
 
-    def _plan_of(self, num_examples: Any, noise: Any, delta: Any) -> LocalPlan:
+    def _declared_by(self, answer: Mapping[str, Any]) -> LocalPlan:
         """Makes a client's plan of what it declares, if the report can say what it costs."""
+        num_examples, noise = answer["num_examples"], answer["noise_multiplier"]
+        delta = answer["delta"]
         numbers = type(num_examples) is int and {type(noise), type(delta)} <= {int, float}
         if not numbers or not 0 < num_examples < 2**53 or not 0 <= delta < 1:
             raise ValueError(f"{num_examples, noise, delta} are no rows, noise and delta")

@@ -18,11 +18,9 @@ from hf_dpzero.federated.client import LocalClient, Replica, check_ceiling
 from hf_dpzero.federated.messages import DIGEST_AT, pack_json, unpack_json
 from hf_dpzero.federated.plan import (
     SMALLEST_CLIP,
-    ContractError,
     LocalPlan,
     PlanError,
     adopt,
-    check_clip,
     check_probability,
     check_settings,
     contract_digest,
@@ -63,27 +61,20 @@ _OF_ONE_MACHINE = (  # entries of a ledger's header about one data set: each cli
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the sides of a run are made from; plain values, so that it travels to other processes.
+    """What the sides of a run are made from; plain values, so that it travels to other processes."""
 
-    Attributes:
-      recipe: YAML file or shipped name; its expected_batch_size is that of all clients together.
-      overrides: of the recipe's fields.
-      clients: n, shards of the recipe's rows; each a file where `train_file` names several.
-      rounds: R, which takes the place of max_steps.
-      sampling_probability: q; None for the recipe's expected_batch_size over its rows.
-      own_rows: the recipe's rows on this machine are this client's alone, and not to be sharded.
-      max_epsilon: of all runs that the client serves together; None for the recipe's target_epsilon.
-      partition: "dirichlet:0.3" or the like (`partitioned`); None deals every n-th row.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    clients: int = 2
-    rounds: int | None = None
-    sampling_probability: float | None = None
-    own_rows: bool = False
-    max_epsilon: float | None = None
-    partition: str | None = None
+    recipe: (
+        str  # YAML file or shipped name; its expected_batch_size is that of all clients together
+    )
+    overrides: tuple[str, ...] = ()  # of its fields
+    clients: int = 2  # n, shards of its rows; each a file where `train_file` names several
+    rounds: int | None = None  # R, in place of max_steps
+    sampling_probability: float | None = None  # q; None for expected_batch_size over the rows
+    own_rows: bool = False  # they are this client's alone: with clients=1
+    max_epsilon: float | None = (
+        None  # of all runs of a client; None for the recipe's target_epsilon
+    )
+    partition: str | None = None  # see `partitioned`; None deals every n-th row
 
     def load(self, output_dir: str | Path) -> Recipe:
         """Loads the recipe, R in it; refuses settings that federated runs have no accounting for."""
@@ -100,11 +91,7 @@ class Settings:
 
 
 def shard(num_examples: int, clients: int, client: int) -> np.ndarray:
-    """Returns the rows of a client, int64, increasing: every n-th, so that sizes differ by one at most.
-
-    >>> shard(7, 3, 1).tolist()
-    [1, 4]
-    """
+    """Returns every n-th row, int64, from a client's first on: sizes differ by one at most."""
     if num_examples < clients:
         empty = clients - num_examples
         raise PlanError(f"of {clients} shards, {empty} of them would be empty: use fewer clients.")
@@ -174,19 +161,13 @@ def partitioned(labels: Sequence[int], clients: int, partition: str, seed: int) 
 
 @dataclass
 class Side:
-    """One process of a run: a replica on the rows that are here, a contract and its clients' plans.
-
-    Attributes:
-      contract: None until a server offered one, or this side made one.
-      clients: of this process that joined, by name.
-      plans: by rows, probability and clip; calibrating one takes seconds.
-    """
+    """One process of a run: a replica on the rows that are here, a contract and its clients' plans."""
 
     settings: Settings
     recipe: Recipe
     replica: Replica
-    contract: dict[str, Any] | None = None
-    clients: dict[str, LocalClient] = field(default_factory=dict)
+    contract: dict[str, Any] | None = None  # until a server offered one, or this side made one
+    clients: dict[str, LocalClient] = field(default_factory=dict)  # that joined here, by name
     plans: dict[tuple[int, float, float], LocalPlan] = field(default_factory=dict)
 
     @classmethod
@@ -244,20 +225,12 @@ class Side:
             },
         }
 
-    def rows_of(self, client: int) -> np.ndarray:
-        """Returns the rows of a client among those on this machine."""
-        if self.settings.own_rows:
-            return np.arange(self.num_examples, dtype=np.int64)
-        if self._dealt is not None:
-            return self._dealt[client]
-        return shard(self.num_examples, self.settings.clients, client)
-
     @functools.cached_property
-    def _dealt(self) -> list[np.ndarray] | None:
-        """Each client's rows where they are not every n-th."""
+    def shards(self) -> list[np.ndarray]:
+        """Each client's rows among those on this machine."""
         settings, data = self.settings, self.recipe.data
         files = files_of(data.train_file) if data.train_file else []
-        if len(files) > 1:
+        if not settings.own_rows and len(files) > 1:
             ends = np.cumsum([len(rows) for rows in read_alike(files)])
             if ends[-1] != self.num_examples:
                 raise PlanError(
@@ -266,12 +239,12 @@ class Side:
                 )
             return np.split(np.arange(self.num_examples), ends[:-1])
         if settings.partition is None:
-            return None
+            return [shard(self.num_examples, settings.clients, i) for i in range(settings.clients)]
         labels = np.asarray(self.replica.run.dataset["labels"][:]).tolist()  # type: ignore[index]
         return partitioned(labels, settings.clients, settings.partition, data.subset_seed)
 
     def plan_of(self, num_examples: int, sampling_probability: float) -> LocalPlan:
-        """Returns the plan of a client with so many rows; calibrated once for each number."""
+        """Returns the plan of a client with so many rows; calibrated once, which takes seconds."""
         config = self.recipe.training
         key = (num_examples, sampling_probability, config.clip)
         if key not in self.plans:
@@ -294,8 +267,7 @@ class Side:
           invitation: `RoundServer.invitation`.
 
         Raises:
-          ContractError: the server's run is not this recipe's.
-          PlanError: an empty shard, or no plan for it.
+          PlanError: the server's run is not this recipe's, or there is no plan for these rows.
         """
         made = self._made(name, client, folder, unpack_json(invitation)["contract"])
         local, digest = made.local, contract_digest(made.contract).hex()
@@ -314,7 +286,7 @@ class Side:
             return self.client(name, client, folder).answer(self.replica, payload)
         try:
             return self.join(name, client, folder, payload)
-        except (ContractError, PlanError) as error:
+        except PlanError as error:
             logger.warning("%s does not take part: %s", name, error)
             return pack_json({"declined": str(error)})
 
@@ -332,15 +304,20 @@ class Side:
     ) -> LocalClient:
         own, config, said = self.own_contract(), self.recipe.training, self.settings
         if self.contract is None and config.clip_left_out:
-            own["federated"]["clip"] = config.clip = check_clip(contract["federated"]["clip"])
-        offered, rows = adopt(own, contract), self.rows_of(client)
+            clip = contract["federated"]["clip"]  # epsilon follows no clip
+            if not isinstance(clip, float) or not SMALLEST_CLIP <= clip <= MAX_CLIP:
+                raise PlanError(
+                    f"the server's clip={clip!r} is no number from {SMALLEST_CLIP:g} on."
+                )
+            own["federated"]["clip"] = config.clip = clip
+        offered, rows = adopt(own, contract), self.shards[client]
         most = said.sampling_probability if said.own_rows else self.probability()
         q = check_probability(config, len(rows), offered["sampling_probability"], most)
         local = self.plan_of(len(rows), q)
         ceiling = config.target_epsilon if said.max_epsilon is None else said.max_epsilon
         check_ceiling(folder, local, ceiling)
         if self.contract is not None and contract_digest(self.contract) != contract_digest(offered):
-            raise ContractError("this process follows another server's run: start the client anew.")
+            raise PlanError("this process follows another server's run: start the client anew.")
         seed = config.testing.insecure_noise_seed  # another stream for each client
         noise = SecureNoise() if seed is None else InsecureSeededNoise(seed + 1000 * (client + 1))
         # refuses a folder of another run, before the replica follows this one
@@ -373,7 +350,7 @@ class Side:
         if self.recipe.training.clip_left_out:
             contract["federated"]["clip"] = self.recipe.training.clip = clip
         if not self.settings.own_rows:
-            for size in {len(self.rows_of(client)) for client in range(self.settings.clients)}:
+            for size in set(map(len, self.shards)):
                 self.plan_of(size, self.probability())
         server = RoundServer(folder, contract, self.declared_plan, resume=resume)
         self.contract = dict(server.trajectory.header)
@@ -398,7 +375,7 @@ class Side:
         if self.settings.own_rows:
             return
         names = client_names(self.settings.clients)
-        here = {name: len(self.rows_of(number)) for number, name in enumerate(names)}
+        here = dict(zip(names, map(len, self.shards), strict=True))
         for entry in members_in(folder):
             rows = LocalPlan.from_dict(entry["local"]).num_examples
             if here.get(entry["name"]) != rows:

@@ -23,7 +23,7 @@ from hf_dpzero.federated.messages import (
     unpack,
     unpack_json,
 )
-from hf_dpzero.federated.plan import ContractError, PlanError, adopt, local_plan
+from hf_dpzero.federated.plan import PlanError, adopt, local_plan
 from hf_dpzero.federated.report import federated_report, summary
 from hf_dpzero.federated.run import InProcess, ServerRun
 from hf_dpzero.ledger.log_file import LedgerError
@@ -98,7 +98,7 @@ def test_a_contract_that_reads_in_two_ways_is_refused(tmp_path):
     own = json.loads(json.dumps(server.trajectory.header))
     forged = {**own, "federated": {**own["federated"], "clip": 50.0}}
     forged["federated.clip"] = own["federated"]["clip"]  # the last of two equal flat names
-    with pytest.raises(ContractError):
+    with pytest.raises(PlanError):
         adopt(own, forged)
     assert adopt(own, own) == own
 

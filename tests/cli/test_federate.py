@@ -142,14 +142,14 @@ def test_each_file_is_a_client(recipe, tmp_path, capsys):
         dataclasses.replace(settings, overrides=("--train_file", files)), tmp_path / "b"
     )
     texts = [line.split(",")[0] for line in Path("north.csv").read_text().splitlines()[1:]]
-    assert made.rows_of(0).tolist() == list(range(len(texts))) and len(made.rows_of(1)) == 7
+    assert made.shards[0].tolist() == list(range(len(texts))) and len(made.shards[1]) == 7
     made.replica.close()
     few = dataclasses.replace(
         settings, overrides=("--train_file", files, "--max_train_samples", "9")
     )
     short = Side.build(few, tmp_path / "c")
     with pytest.raises(PlanError, match="16 rows, of which 9 are left"):
-        short.rows_of(0)
+        short.shards[0]
     short.replica.close()
 
 

@@ -156,7 +156,7 @@ def test_who_is_left_out_is_named_on_both_sides(tmp_path, caplog):
     assert f"{NAMES[1]} answers the invitation: 20 rows" in caplog.text
     declined, silent = running.left_out()
     assert declined.startswith(f"{NAMES[0]}: the client declined") and "clip" in declined
-    assert silent == f"{NAMES[2]}: gave no answer to 3 invitations; its own log says why"
+    assert silent == f"{NAMES[2]}: gave no answer to 3 invitations; see its log"
     shown = summary({**federated_report(server), "left_out": running.left_out()})
     assert "left out    client-000: the client declined" in shown
     assert "?: its ledger is on its own machine" in shown and "each row of its client" in shown

@@ -13,7 +13,7 @@ from federated_sides import NAMES, client_folder, interrupted, released, rounds_
 from tiny_runs import build, same, tiny_data, tiny_model, weights
 
 from hf_dpzero.federated.messages import ASK, VALUES, Message, MessageError, pack, unpack
-from hf_dpzero.federated.plan import SMALLEST_CLIP, ContractError, PlanError, contract_digest
+from hf_dpzero.federated.plan import SMALLEST_CLIP, PlanError, contract_digest
 from hf_dpzero.federated.report import federated_report
 from hf_dpzero.federated.run import InProcess, ServerRun, chosen_rate
 from hf_dpzero.federated.server import shares
@@ -372,7 +372,7 @@ def test_a_client_with_another_base_or_plan_does_not_join(tmp_path):
         if not settings:
             with torch.no_grad():
                 next(other.replica.trainer.model.parameters()).add_(1.0)
-        with pytest.raises(ContractError, match=f"another one.*{what}"):
+        with pytest.raises(PlanError, match=f"another one.*{what}"):
             other.join("x", 0, tmp_path / "x", server.invitation())
     assert not (tmp_path / "x").exists()
     header = dict(server.trajectory.header)
@@ -450,7 +450,7 @@ def test_a_plan_is_made_of_what_a_client_declares(tmp_path):
         with pytest.raises(MessageError, match="cannot be accounted"):
             server.join(json.dumps(without).encode())
     assert joins().local == made.clients["a"].local  # the same on both sides, to the last bit
-    with pytest.raises(ContractError, match="another plan than it joined with"):
+    with pytest.raises(PlanError, match="another plan than a joined with"):
         joins(noise_multiplier=9.0)
     target = {"target_epsilon": 2.0, "noise_multiplier": None, "target_delta": None}
     for i, sampling in enumerate(SAMPLINGS):
