@@ -47,17 +47,13 @@ def decoder() -> PreTrainedModel:
 
 
 def save_gguf(path: Path, model: PreTrainedModel, **strings: str) -> Path:
-    """Writes a Llama with tied embeddings and `vocabulary`; `strings` replace fields."""
+    """Writes a Llama with tied embeddings and `vocabulary`; `strings` replace its fields."""
     from gguf import GGUFWriter
 
     config, (words, merges) = model.config, vocabulary()
-    writer = GGUFWriter(path, "llama")
-    strings = {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-    } | strings
-    for name, text in strings.items():
+    writer = GGUFWriter(path, strings.pop("architecture", "llama"))
+    kind = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
+    for name, text in (kind | strings).items():
         writer.add_string(name, text)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

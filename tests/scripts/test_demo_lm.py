@@ -119,11 +119,11 @@ def test_what_cannot_be_fetched_says_why(offered, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("general.architecture", "falcon"), ("tokenizer.ggml.pre", "default")]
+    ("field", "value"), [("architecture", "falcon"), ("tokenizer.ggml.pre", "default")]
 )
 def test_another_model_is_refused(gguf, tiny, tmp_path, field, value):
     other = save_gguf(tmp_path / "other.gguf", tiny, **{field: value})
-    with pytest.raises(ValueError, match=f"other.gguf: {field} is {value}; only .* is read"):
+    with pytest.raises(ValueError, match=f"other.gguf: .*{field} is {value}; only .* is read"):
         demo_lm.convert(other, tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
