@@ -87,10 +87,6 @@ def check_draws(collator: object, dataset: object) -> None:
 def check_all_kept(given: object, prepared: object) -> None:
     """Refuses preparation by another trainer that leaves out rows, or makes more or fewer of them.
 
-    Args:
-      given: the data set that was passed, or None.
-      prepared: what the trainer made of it.
-
     Raises:
       ValueError: they differ in length.
     """

@@ -155,10 +155,6 @@ def check_held(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def own_loss_name(kind: type, given: Mapping[str, Any]) -> str:
     """What a script computes its loss with, in place of the head's.
 
-    Args:
-      kind: of the trainer.
-      given: its arguments, or its attributes.
-
     Returns:
       "Mine.compute_loss" or "compute_loss_func"; "" for neither, and for TRL's `SFTTrainer`, which
       logs beside the loss of causal language models.

@@ -45,9 +45,6 @@ def check_same_rows(dataset: Dataset) -> None:
 
     Each takes its share of the drawn row numbers, so a row under two numbers would count twice.
 
-    Args:
-      dataset: of this process; rows by number.
-
     Raises:
       ValueError: on all processes; names the ranks.
     """

@@ -52,10 +52,6 @@ class Overview:
 def overview(recipe: Recipe, num_examples: int | None) -> Overview:
     """Plans a recipe without a download.
 
-    Args:
-      recipe: as loaded.
-      num_examples: n as the user says, for data that is not here.
-
     Raises:
       OSError: nothing says which shape the model has.
       ValueError: what training would refuse too: settings, data, layers, budgets.

@@ -205,13 +205,6 @@ def check_per_example(losses: Any, batch_size: int) -> Tensor:
     A mean over the batch, or one loss per token, cannot be clipped per example: the sensitivity of
     the released sum would be unbounded.
 
-    Args:
-      losses: what an objective returned.
-      batch_size: B.
-
-    Returns:
-      `[B]` float32.
-
     Raises:
       TypeError: no tensor.
       ValueError: another shape, or no floating dtype.
@@ -418,10 +411,6 @@ def takes(model: nn.Module, argument: str) -> bool:
 def model_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Runs the model; no key-value cache is kept where it takes `use_cache`.
 
-    Args:
-      model: also under PEFT.
-      inputs: keyword arguments of its forward.
-
     Returns:
       What it returns: a mapping, or a tuple.
     """
@@ -446,10 +435,6 @@ def check_labels_in_range(labels: Tensor, classes: int) -> None:
     """Refuses labels outside 0 .. classes - 1 other than -100, which losses ignore.
 
     The error names no label, for it may be a private row's.
-
-    Args:
-      labels: integers of any shape.
-      classes: number of logits that a label chooses from.
 
     Raises:
       ValueError: says which labels the model has, and which setting gives it others.

@@ -121,10 +121,6 @@ class ProcessMesh:
     def sum_checked(self, values: Sequence[N], batch_digest: int) -> list[N]:
         """Sums over the rows of all processes, each row once, if all took part in the same step.
 
-        Args:
-          values: of this process' rows.
-          batch_digest: `logical_batch.fingerprint` of the step.
-
         Raises:
           RankError: another process has another step or batch; on all, before anything is released.
         """

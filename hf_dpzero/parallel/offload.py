@@ -245,9 +245,6 @@ def _mapped(loader: OffloadedWeightsLoader, key: str) -> tuple[Tensor, str]:
 def own_trained_files(model: nn.Module) -> None:
     """Gives every trained tensor that lives in a file a file of this run's own.
 
-    Args:
-      model: settled; what trains has been chosen.
-
     Raises:
       OSError: the disk has no room for them.
     """
@@ -306,10 +303,6 @@ def check_offload(model: nn.Module, args: DPZeroConfig) -> None:
     """Refuses offloaded weights in a method that cannot follow them.
 
     Gives trained ones on disk files of their own.
-
-    Args:
-      model: settled, after what trains was chosen.
-      args: settings of the run.
 
     Raises:
       ValueError: several processes, a first-order method, compiled code, or a strategy that moves all

@@ -73,11 +73,6 @@ def with_adapters(
 def trained_adapter(model: PreTrainedModel, folder: str, head: str = _CLASSIFICATION) -> PeftModel:
     """Loads a saved adapter onto its base model, frozen, for evaluation.
 
-    Args:
-      model: the base model.
-      folder: what `save_pretrained` of the adapter wrote.
-      head: "sequence_classification", "masked_lm" or "causal_lm".
-
     Raises:
       ValueError: the adapter was trained on another kind of model.
     """

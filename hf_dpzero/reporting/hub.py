@@ -76,10 +76,6 @@ def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None 
 
     Words of the report that do not follow from its numbers are written anew, with a warning.
 
-    Args:
-      output_dir: the run's folder; its weights may have been removed.
-      repo_id: Hub id for the card's examples.
-
     Raises:
       FileNotFoundError: report or trajectory are missing; says what makes them.
       ValueError: the report disagrees with the trajectory, or with the weights where there are any.

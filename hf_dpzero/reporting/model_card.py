@@ -236,11 +236,7 @@ def plot_run(
 
 @contextlib.contextmanager
 def optional_plot(name: str) -> Iterator[None]:
-    """Inside, a missing matplotlib costs the plot and not the run; standard error says so.
-
-    Args:
-      name: of the file that would be drawn.
-    """
+    """Inside, a missing matplotlib costs the plot and not the run; standard error says so."""
     try:
         yield
     except ImportError as error:

@@ -185,9 +185,6 @@ def earlier_runs(origins: Iterable[Origin], covered: Collection[str] = ()) -> li
 def read_extended(folder: str) -> tuple[PrivacyReport, Trajectory]:
     """The report and the ledger of a run that is to be extended, compared with each other.
 
-    Args:
-      folder: its output_dir, after `save_model`.
-
     Returns:
       The report, its words derived from its numbers, and the trajectory.
 
@@ -251,11 +248,6 @@ def check_extended(
     folder: str, privacy_unit: str, after: Sequence[tuple[PrivacyPlan, int]]
 ) -> Trajectory:
     """Refuses to continue a run whose weights, number of steps or privacy unit differ.
-
-    Args:
-      folder: of the run.
-      privacy_unit: of the run that extends it.
-      after: `PrivacyPlan.after` of that run, which was read when its plan was made.
 
     Returns:
       The ledger of the run in `folder`.

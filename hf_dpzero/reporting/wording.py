@@ -416,9 +416,6 @@ FEDERATED_CAVEATS = (
 def federated_caveats(header: Mapping[str, Any]) -> list[str]:
     """Caveats of a federated run, to stand behind the first of its plan's; none for other runs.
 
-    Args:
-      header: of a trajectory.
-
     >>> federated_caveats({})
     []
     """
@@ -434,10 +431,6 @@ def federated_caveats(header: Mapping[str, Any]) -> list[str]:
 
 def counted_steps(header: Mapping[str, Any], releases: int) -> int:
     """Steps that the report of a trajectory counts.
-
-    Args:
-      header: of the trajectory.
-      releases: in it.
 
     Returns:
       For a federated run those of the client that the report is about: it may have missed rounds, or

@@ -48,10 +48,6 @@ Answer = str | Sequence[str]
 def prompted_generation(data: DataArguments, description: TaskDescription) -> PromptedGeneration:
     """Loads a question answering task from the Hub or from local files.
 
-    Args:
-      data: the recipe's rows, prompt and objective.
-      description: the task's columns, prompts and metric.
-
     Raises:
       ValueError: no prompt, a masked one, settings of a classification, missing columns.
       OSError: the data cannot be found.

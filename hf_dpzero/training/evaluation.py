@@ -215,9 +215,6 @@ def own_mean(args: TrainingArguments) -> Iterator[None]:
     labels of all processes. Most that take `**kwargs` do not (classification, spans), and their
     `eval_loss` would be 2 times that of one process with two. Processes evaluate the batches that one
     would, so a mean for each batch is also what one process reports.
-
-    Args:
-      args: `TrainingArguments`; changed while inside.
     """
     before = args.average_tokens_across_devices
     args.average_tokens_across_devices = False

@@ -65,11 +65,7 @@ class GroupWeighting:
         self._seen = 0
 
     def begin(self, row_groups: Sequence[int]) -> Tensor:
-        """The weight y_i / pi_i of each example in the next step, float64 [B].
-
-        Args:
-          row_groups: i of each example.
-        """
+        """The weight y_i / pi_i of each example in the next step, float64 [B]."""
         new = self._trajectory.appended[self._seen :]  # on disk: the step has asked for its own
         self._seen += len(new)
         values = [release.values[self._own :] for release in new]
@@ -92,13 +88,7 @@ class GroupWeighting:
         return sum_over_processes(total if counts else [0] * len(total))
 
     def end(self, total: Sequence[int], mechanism: Mechanism, step: int) -> tuple[float, ...]:
-        """What the step writes to the ledger of its losses. Called on rank 0 alone, which draws noise.
-
-        Args:
-          total: of `total`.
-          mechanism: of this step; its noise multiplier is the weights' part's.
-          step: its number.
-        """
+        """What the step writes to the ledger of its losses; on rank 0 alone, which draws noise."""
         multiplier = mechanism.effective_noise_multiplier
         return tuple(self._player.end(list(total), multiplier, step, self._noise))
 
@@ -121,12 +111,7 @@ class GroupWeighting:
     def weighed(
         self, microbatches: Sequence[Inputs], row_groups: Sequence[int]
     ) -> list[PaddedMicrobatch]:
-        """The microbatches with each example's weight; evaluating them sets `losses`.
-
-        Args:
-          microbatches: B examples in all.
-          row_groups: their groups, in order.
-        """
+        """The microbatches with each example's weight; evaluating them sets `losses`."""
         self.losses = torch.full((len(row_groups),), torch.nan, dtype=torch.float64)
         each, parts, start = self.begin(row_groups), [], 0
         for part in microbatches:
