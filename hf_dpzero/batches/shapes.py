@@ -32,6 +32,8 @@ from hf_dpzero.objectives.losses import (
 )
 
 Row = Mapping[str, Tensor]
+Placed = tuple[Row, int]
+"""A batch, and which of its rows."""
 Signature = tuple[Any, ...]
 """What a row has and not what it holds: names, dtypes, numbers of dimensions, whether it is masked."""
 
@@ -276,7 +278,7 @@ class PassShapes:
         Raises:
           ValueError: as `microbatches`.
         """
-        rows: dict[int, Row] = {}
+        rows: dict[int, Placed] = {}
         groups: dict[Signature, list[int]] = {}  # places of each shape, in the order given
         if self.one_by_one:
             groups[0, ()] = list(range(len(indices)))
@@ -302,23 +304,22 @@ class PassShapes:
             return [
                 PaddedMicrobatch(self._of_kind(row), 1, [place]) for row, place in pairs
             ], places
-        return [self.filled([rows[i] for i in c], slots, c) for slots, c in plans[share]], places
+        made = [self.filled(joined([rows[i] for i in c]), slots, c) for slots, c in plans[share]]
+        return made, places
 
-    def _in_buckets(self, indices: list[int]) -> tuple[dict[int, Row], dict[int, Signature]]:
+    def _in_buckets(self, indices: list[int]) -> tuple[dict[int, Placed], dict[int, Signature]]:
         """The rows, widened, and their widths and shapes, by place."""
-        rows, shaped, blocks = dict[int, Row](), dict[int, Signature](), None
+        rows, shaped, blocks = dict[int, Placed](), dict[int, Signature](), None
         if self.collate_blocks is not None:
             blocks = self.collate_blocks(indices)
         for places, block in blocks or (
             ([i], row) for i, row in enumerate(self.collate_each(indices))
         ):
-            first = block if len(places) == 1 else {name: v[:1] for name, v in block.items()}
-            self._of_kind(first)
-            wide = self.in_bucket(block)
-            apart = [wide] if len(places) == 1 else split(wide)
-            shape, width = shape_of(apart[0]), width_of(wide)
-            for place, row, whole in zip(places, apart, unmasked_each(wide), strict=True):
-                rows[place], shaped[place] = row, (width, (*shape, whole))
+            several, wide = len(places) > 1, self.in_bucket(block)
+            self._of_kind(one_of(block) if several else block)
+            shape, width = shape_of(one_of(wide) if several else wide), width_of(wide)
+            for number, (place, whole) in enumerate(zip(places, unmasked_each(wide), strict=True)):
+                rows[place], shaped[place] = (wide, number), (width, (*shape, whole))
         return rows, shaped
 
     def in_bucket(self, batch: Row) -> dict[str, Tensor]:
@@ -355,11 +356,14 @@ class PassShapes:
         return row
 
     def filled(
-        self, rows: Sequence[Row], slots: int, places: Sequence[int] | None = None
+        self, rows: Row, slots: int, places: Sequence[int] | None = None
     ) -> PaddedMicrobatch:
         """Makes rows of one shape, at most `slots`, one pass of so many; blanks take the rest."""
-        blank = [blank_like(rows[0], self.padding_side)] if slots > len(rows) else []
-        return PaddedMicrobatch(stacked([*rows, *blank * (slots - len(rows))]), len(rows), places)
+        count = batch_size(rows)
+        if slots > count:
+            blank = blank_like(one_of(rows), self.padding_side)
+            rows = stacked([rows, *[blank] * (slots - count)])
+        return PaddedMicrobatch(rows, count, places)
 
 
 def stacked(rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -367,10 +371,22 @@ def stacked(rows: Sequence[Row]) -> dict[str, Tensor]:
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
-def split(batch: Row) -> list[Row]:
-    """Returns the rows as batches of one: views."""
-    parts = zip(*(value.split(1) for value in batch.values()), strict=True)
-    return [dict(zip(batch, part, strict=True)) for part in parts]
+def joined(rows: Sequence[Placed]) -> Row:
+    """Joins rows of batches of one shape: one copy a tensor, not one a row."""
+    blocks = {id(block): block for block, _ in rows}
+    if len(blocks) == len(rows):
+        return stacked([block if batch_size(block) == 1 else one_of(block, i) for block, i in rows])
+    starts, begin = dict[int, int](), 0
+    for key, block in blocks.items():
+        starts[key], begin = begin, begin + batch_size(block)
+    index = torch.tensor([starts[id(block)] + i for block, i in rows])
+    whole = stacked(list(blocks.values())) if len(blocks) > 1 else next(iter(blocks.values()))
+    return {name: value[index] for name, value in whole.items()}
+
+
+def one_of(batch: Row, number: int = 0) -> Row:
+    """Returns one row of a batch as a batch of one: views."""
+    return {name: value[number : number + 1] for name, value in batch.items()}
 
 
 def width_of(row: Row) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -108,10 +109,13 @@ class WeightsBetweenSteps:
         self._groups = [(views, torch.cat(views), torch.cat(views)) for views in kinds.values()]
 
     def _difference(self, left: tuple[list[int], list[int]]) -> str:
-        now = dict(self.model.named_parameters())
-        for name, parameter in self._named.items():
-            # Gathered parameters may stand for split ones.
-            if not self._split and now.get(name) is not parameter:
+        # Gathered parameters may stand for split ones.
+        for name, parameter in {} if self._split else self._named.items():
+            try:
+                replaced = attrgetter(name)(self.model) is not parameter
+            except AttributeError:
+                replaced = True
+            if replaced:
                 return f"{name} was replaced by another parameter"
         guard = self._guard_of_parts() if self._split else self._guard
         pairs = zip(guard.names, *left, *guard.state(), strict=True)

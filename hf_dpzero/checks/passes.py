@@ -405,4 +405,4 @@ def blank_microbatch(run: Run) -> Mapping[str, Tensor]:
         return dict(row)
     row = shapes.in_bucket(row)
     blank = forms.blank_like(row, shapes.padding_side)
-    return dict(shapes.filled([blank], shapes.placement.rows_of(forms.width_of(row), 0)))
+    return dict(shapes.filled(blank, shapes.placement.rows_of(forms.width_of(row), 0)))

@@ -39,12 +39,14 @@ from hf_dpzero.privacy.events import (
     check_sound,
     composed_event,
     library_relation,
+    step_event,
 )
 from hf_dpzero.privacy.heterogeneous import MOST_LEVELS, composed_epsilon, grouped
 from hf_dpzero.privacy.mechanisms.base import MAX_NOISE_MULTIPLIER, MIN_NOISE_MULTIPLIER
 
 if TYPE_CHECKING:
-    from dp_accounting import NeighboringRelation
+    from dp_accounting import NeighboringRelation, PoissonSampledDpEvent
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
     from dp_accounting.rdp import RdpAccountant
 
 MIN_DELTA = 1e-12
@@ -268,10 +270,29 @@ def _pld_on_grid(parts: Sequence[Part], delta: float, smaller: bool, grid: float
             f"{most} steps are more than the PLD accountant composes in reasonable time, "
             f"{MAX_PLD_STEPS}: {way_out} steps with a larger batch."
         )
-    relation = library_relation(parts[0][0])
+    (first, steps), *others = parts
+    relation = library_relation(first)
+    if (first.sampling, first.distribution) == ("poisson", "gaussian") and not others:
+        one = _sampled_gaussian(step_event(first), relation, grid)
+        return float(one.self_compose(steps).get_epsilon_for_delta(delta))
     accountant = pld.PLDAccountant(relation, value_discretization_interval=grid)
     accountant.compose(composed_event(parts, smaller))
     return float(accountant.get_epsilon(delta))
+
+
+@lru_cache(maxsize=4)  # it takes longest, and logs ask for more and more steps of one kind
+def _sampled_gaussian(
+    event: PoissonSampledDpEvent, relation: NeighboringRelation, grid: float
+) -> PrivacyLossDistribution:
+    """Returns the privacy loss of one step, as `PLDAccountant` makes it."""
+    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+    return from_gaussian_mechanism(
+        event.event.noise_multiplier,
+        value_discretization_interval=grid,
+        sampling_prob=event.sampling_probability,
+        neighboring_relation=relation,
+    )
 
 
 def composes_at_once(spec: StepSpec) -> bool:

@@ -124,11 +124,16 @@ def loader_of(run: Run, key: bytes, taken: Callable[[], int]) -> DataLoader[Logi
     return DataLoader(
         batches,
         batch_size=None,  # an item is a step's whole batch
+        collate_fn=_as_it_is,
         sampler=StepSampler(run.plan, taken),
         num_workers=run.args.dataloader_num_workers,
         worker_init_fn=left_to_parent,
         pin_memory=False,
     )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class ZerothOrderMethod:
