@@ -34,10 +34,6 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) 
       hosts: names and addresses by which clients reach the server.
       clients: their names.
       days: how long the certificate holds.
-
-    Raises:
-      FileExistsError: a file is there; nothing is written.
-      ValueError: no host, a name that is none or comes twice, or no day.
     """
     if not hosts:
         raise ValueError("--host is missing: name the server as its clients reach it.")

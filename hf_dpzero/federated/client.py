@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,7 @@ PUBLIC_ROWS = 64
 class Replica:
     """The weights of a run, moved by its releases alone, and finite differences of rows at them.
 
-    The server keeps one to evaluate, every client process one to take part. All that a private run is
-    checked for is checked here by the trainer's own code, before the first round.
+    All that a private run is checked for is checked here by the trainer's own code, before round 0.
     """
 
     def __init__(self, trainer: DPZeroTrainer) -> None:
@@ -111,6 +111,7 @@ class Replica:
         self.run.resources.close()
 
 
+@dataclass(eq=False, repr=False)
 class LocalClient:
     """Answers a server's messages for one client.
 
@@ -119,33 +120,30 @@ class LocalClient:
     sent, and a round that is there is answered from there. So `local.epsilon(count)` bounds what the
     server and everybody who reads the messages can learn of a row.
 
-    Args:
+    Attributes:
       folder: its own, for its ledger and the run's releases; refused where it is of another run.
       contract: that it adopted (`plan.adopt`).
       rows: which rows of the replica's data are its own, int64 [n_i].
       noise: drawn here and nowhere else.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        local: LocalPlan,
-        contract: Mapping[str, Any],
-        rows: np.ndarray,
-        noise: NoiseSource,
-    ) -> None:
-        self.name, self.folder, self.local, self.rows = name, folder, local, rows
-        self.contract, self._digest, self.noise = contract, contract_digest(contract), noise
-        folder.mkdir(parents=True, exist_ok=True)
-        # the next process of this client finds the contract in the folder
-        self._ledger().close()
-        self._known().close()
+    name: str
+    folder: Path
+    local: LocalPlan
+    contract: Mapping[str, Any]
+    rows: np.ndarray
+    noise: NoiseSource
 
-    def _ledger(self) -> MessageLog:
-        """Opens its own ledger, which is the first file of a run in the folder, and made once."""
-        path = self.folder / RELEASED_NAME
-        if (self.folder / LEDGER_NAME).exists() and not path.exists():
+    def __post_init__(self) -> None:
+        self._digest = contract_digest(self.contract)
+        with self._files():  # the next process of this client finds the contract in the folder
+            pass
+
+    @contextlib.contextmanager
+    def _files(self) -> Iterator[tuple[MessageLog, Trajectory]]:
+        """Opens its own ledger, made before any other file of a run, and the public releases so far."""
+        path, public = self.folder / RELEASED_NAME, self.folder / LEDGER_NAME
+        if public.exists() and not path.exists():
             raise LedgerError(
                 f"{path} is missing, which said what this client released: a new one would forget what "
                 f"was spent, and draw the open round's noise again. Restore it, or take another "
@@ -157,33 +155,26 @@ class LocalClient:
             "noise_source": self.noise.stated_name,
             **self.local.to_dict(),
         }
-        return MessageLog(path, header, self.local.mechanism.values_per_release)
-
-    def _known(self) -> Trajectory:
-        """Opens the run's public releases as far as this client has them; K numbers a round."""
-        path = self.folder / LEDGER_NAME
-        openly = Trajectory.open if path.exists() else Trajectory.create
-        return openly(path, self.contract)
+        with contextlib.closing(
+            MessageLog(path, header, self.local.mechanism.values_per_release)
+        ) as ledger:
+            opened = Trajectory.open if public.exists() else Trajectory.create
+            with contextlib.closing(opened(public, self.contract)) as known:
+                yield ledger, known
 
     def answer(self, replica: Replica, raw: bytes | None) -> bytes:
         """Takes the releases that an ask brings, and answers with this round's values.
 
         Answers `BEHIND` where releases are missing, before any row is read, and `NOTHING` for a round
-        that is over here or beyond the plan. Nothing is released where it raises.
-
-        Raises:
-          MessageError: malformed, or of another contract.
-          LedgerError: its files are damaged, or held by another process.
+        that is over here or beyond the plan. Nothing is released where it raises: for a message that is
+        malformed or of another contract, and files that are damaged or held by another process.
         """
         ask = unpack(raw, self.local.mechanism.values_per_release)
         check_contract(ask.contract, self._digest)
         if ask.kind != ASK:
             raise MessageError(f"a message of kind {ask.kind} to a client, which takes asks only.")
-        with (
-            # held for one message only: a process that takes this one's place finds them free
-            contextlib.closing(self._ledger()) as ledger,
-            contextlib.closing(self._known()) as known,
-        ):
+        # held for one message only: a process that takes this one's place finds them free
+        with self._files() as (ledger, known):
             return pack(self._answer(replica, known, ledger, ask))
 
     def _answer(
@@ -221,13 +212,9 @@ class LocalClient:
 
 
 def check_ceiling(folder: Path, local: LocalPlan, ceiling: float | None) -> None:
-    """Refuses a new run that could pass a client's epsilon of all its runs.
+    """Refuses a new run that could pass a client's epsilon of all its runs; None allows the first alone.
 
     A run counts with all of its rounds, whatever was released so far: it may go on.
-
-    Args:
-      folder: of the run; one that the client takes part in already is not refused.
-      ceiling: epsilon at the plan's delta; None for no run but the first.
     """
     if (folder / RELEASED_NAME).exists() or folder.parent.name != RUNS:
         return

@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 RECORD, ANSWER = "hf_dpzero", "answer"
-FAILED = "failed; its own log says why"
-"""All that leaves a client of an error, whose words may quote a row."""
 
 ADDRESS_NAME, LOCK_NAME, LOG_NAME = "resident.json", "resident.lock", "client.log"
 START_SECONDS, WATCH_SECONDS = 120.0, 2.0
@@ -101,11 +99,9 @@ class FlowerTransport:
         self.timeouts = {"join": 1800.0, "round": timeout}
 
     def present(self) -> Sequence[str]:
-        """Returns the nodes that are connected."""
         return [str(node) for node in self.grid.get_node_ids()]
 
     def exchange(self, kind: str, payloads: Mapping[str, bytes]) -> dict[str, bytes | None]:
-        """Does what `Transport` says; a client that fails answers with an error and is missing."""
         from flwr.app import Message
 
         if not payloads:
@@ -129,8 +125,7 @@ def client_of(values: Mapping[str, Any]) -> tuple[str, Path]:
     name = str(values.get("name", ""))
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"name={name!r} in --node-config: give each client a name of its own, of letters, digits, "
-            "'.', '_' and '-'."
+            f"name={name!r} in --node-config: give each client a name of its own, of letters and digits."
         )
     return name, Path(str(values.get("output-dir") or f"out/{name}")).absolute()
 
@@ -283,7 +278,8 @@ def _app_of(answer: Answer) -> ClientApp:
     @app.train()
     def reply(message: Message, context: Context) -> Message:
         found = answered(answer, message, context)
-        return Message(found or Error(code=0, reason=FAILED), reply_to=message)
+        # all that leaves a client of an error, whose words may quote a row
+        return Message(found or Error(0, "failed; its own log says why"), reply_to=message)
 
     return app
 
@@ -345,9 +341,8 @@ def simulate(
     serve: Callable[[FlowerTransport], None],
     settings: Settings,
     folder: Path,
-    *,
     timeout: float,
-    actors: int = 1,
+    actors: int,
 ) -> None:
     """Runs server and clients on this machine: clients share `actors` processes of Ray."""
     from flwr.serverapp import ServerApp

@@ -34,7 +34,6 @@ RELEASED_NAME = "released.ledger"
 
 _HEAD = struct.Struct(f"<4sBBHQ{DIGEST_BYTES}s")
 DIGEST_AT = slice(_HEAD.size - DIGEST_BYTES, _HEAD.size)
-_KINDS = {ASK: "ask", VALUES: "values", BEHIND: "behind", NOTHING: "nothing"}
 
 
 class MessageError(ValueError):
@@ -82,10 +81,10 @@ def unpack(raw: bytes | None, num_values: int) -> Message:
     item = {ASK: 8 + 4 * num_values, VALUES: 4}.get(kind, 0)
     # a count of values is not a count of messages: fewer than K would be another run's
     fits = len(body) == count * item and (kind != VALUES or count == num_values)
-    if kind not in _KINDS or not fits:
+    if not ASK <= kind <= NOTHING or not fits:
         raise MessageError(
-            f"malformed: kind {_KINDS.get(kind, kind)} with {count} entries in {len(body)} bytes does "
-            f"not fit num_directions={num_values}."
+            f"malformed: kind {kind} with {count} entries in {len(body)} bytes does not fit "
+            f"num_directions={num_values}."
         )
     message = Message(kind, number, contract)
     if kind == VALUES:

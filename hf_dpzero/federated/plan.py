@@ -194,12 +194,7 @@ def check_probability(
     """Returns q of a server's contract, if a client's settings allow it.
 
     With a target epsilon the noise follows q, so any q will do that leaves it something to hide. With a
-    noise multiplier epsilon follows q, so the client says the largest one.
-
-    Args:
-      config, num_examples: the client's.
-      offered: whatever JSON had there.
-      own: the largest q that the client agrees to; None where it said none.
+    noise multiplier epsilon follows q, so the client says the largest that it agrees to, its `own`.
     """
     if type(offered) not in (int, float) or not 0 < offered <= 1:
         raise PlanError(f"the server's sampling_probability={offered!r} is no number in (0, 1].")

@@ -6,11 +6,8 @@ Three counts of a client's rounds, which need not be equal:
   released  it wrote values into its own ledger; some may have come too late, or never
   opened    rounds that the server opened since it joined: it cannot have released more
 
-Its epsilon is that of `released` where its ledger is at hand, else that of `opened`.
-
-A client reads its own cost from its own ledger alone, without model, rows or server:
-
-    python -m hf_dpzero.federated.report FOLDER     # a client's output-dir
+Its epsilon is that of `released` where its ledger is at hand, else that of `opened`. A client reads it
+from its ledgers alone, by `python -m hf_dpzero.federated.report FOLDER` (its output-dir).
 """
 
 from __future__ import annotations
@@ -53,10 +50,7 @@ def federated_report(
 ) -> dict[str, Any]:
     """Reports what each client's rows were charged, JSON-safe; see the module for the counts.
 
-    Args:
-      server: of the run.
-      clients: folder of the clients' folders, where they are on this machine.
-      metrics: evaluations, each with its "round".
+    `clients` holds the clients' folders, where they are on this machine.
     """
     header, members = server.trajectory.header, server.members.values()
     weight = weights({member.name: member.local for member in members})
@@ -145,11 +139,7 @@ def save_costliest(
 
     A row is one client's, and all that the run put out follows from the messages. So the largest of the
     clients' epsilons, all at the largest of their deltas, holds for every row of all of them together.
-
-    Args:
-      server: its last round is closed.
-      config: of the recipe; its target_epsilon is the client's, or None.
-      base: the report's `base_weights` and `earlier_runs`.
+    `config` has the client's target, if any, and `base` the report's `base_weights` and `earlier_runs`.
     """
     costs = []
     for row in report["clients"]:
@@ -199,11 +189,7 @@ class Served(NamedTuple):
 
 
 def served(folder: Path) -> list[Served]:
-    """Reads the ledgers of all runs in a client's folder.
-
-    Raises:
-      LedgerError: one is damaged, or is missing where another file says that there was a run.
-    """
+    """Reads the ledgers of all runs in a client's folder; none may be missing."""
     # not `rglob`, which passes over a run's folder that is a link to another disk
     runs = []
     for place in (folder, *sorted(folder.glob(f"{RUNS}/*"))):
@@ -222,12 +208,7 @@ def served(folder: Path) -> list[Served]:
 
 
 def together(runs: Sequence[tuple[LocalPlan, int]], delta: float) -> float:
-    """Returns epsilon of several runs on the same rows, by one accountant.
-
-    Args:
-      runs: plans, and how many rounds of each were released.
-      delta: in (0, 1).
-    """
+    """Returns epsilon of so many rounds of several plans on the same rows, by one accountant."""
     if len(relations := sorted({local.plan.relation for local, _ in runs})) > 1:
         raise PlanError(f"neighboring_relation {relations}: one guarantee has one relation.")
     parts = tuple(part for local, count in runs for part in local.plan.own_parts(count))
@@ -241,10 +222,7 @@ def spent(folder: str | Path) -> str:
     """Says what a client has spent, by the ledgers in its folder: a line for each run, and for all."""
     runs = served(Path(folder))
     if not runs:
-        raise FileNotFoundError(
-            f"no {RELEASED_NAME} in {folder}: the client has joined no run in this folder, and spent "
-            "nothing in it."
-        )
+        raise FileNotFoundError(f"no {RELEASED_NAME} in {folder}: the client joined no run there.")
     lines = list(map(str, runs))
     if len(runs) > 1 and all(run.private for run in runs):
         delta = max(run.local.delta for run in runs)

@@ -1,9 +1,8 @@
 """A whole federated run: its rounds over any transport (join, ask, take, update), from start to report.
 
-The learning rate of every round is the recipe's, or is chosen from the clients' noise where the recipe
-gives none. One machine chooses it from the noise that its run adds up to (`settings.defaults`). Here the
-noise of a round's mean is that of all clients, C sqrt(sum_i (a_i sigma_i)^2) / sum_i a_i B_i with a_i of
-`server.shares`, and R rounds add it up.
+A learning rate that the recipe leaves out is chosen as on one machine, from the noise that the run adds
+up to (`settings.defaults`). Here that of a round's mean is C sqrt(sum_i (a_i sigma_i)^2) / sum_i a_i B_i
+over all clients, with a_i of `server.shares`.
 """
 
 from __future__ import annotations
@@ -210,8 +209,7 @@ def learning_rates(
 ) -> list[float]:
     """Returns alpha_r of every round, by the recipe's scheduler.
 
-    A rate that the recipe leaves out is chosen from the noise of clients with these `plans`, and from
-    the `slope` of `rate_of_noise`.
+    One that it leaves out is chosen from the noise of these clients, and the `slope` of `rate_of_noise`.
     """
     import torch
     from transformers import get_scheduler
@@ -231,10 +229,7 @@ def learning_rates(
 def chosen_rate(
     plans: Sequence[LocalPlan], schedule: SchedulerType | str, slope: float | None = None
 ) -> float | None:
-    """Returns the rate of `rate_of_noise`, alpha > 0, for the mean of clients with these plans.
-
-    All have one clip; None if none adds noise.
-    """
+    """Returns the rate of `rate_of_noise` for the mean of these clients; None without noise."""
     mechanisms = [local.mechanism for local in plans]
     pairs = list(zip(shares(plans), mechanisms, strict=True))
     noise = math.sqrt(math.fsum((share * m.noise_multiplier) ** 2 for share, m in pairs))
@@ -246,10 +241,7 @@ def chosen_rate(
 
 
 class ServerRun:
-    """The server's side of a run in its output_dir: rounds, evaluations, report and weights.
-
-    Refuses weights that were trained before, and that nobody declared public.
-    """
+    """The server's side of a run in its output_dir: rounds, evaluations, report and weights."""
 
     def __init__(self, side: Side, folder: Path, *, resume: bool = False) -> None:
         self.side, self.folder, self.config = side, folder, side.recipe.training
@@ -306,11 +298,8 @@ class ServerRun:
 
     def _evaluate(self) -> None:
         metrics = self.side.replica.trainer.evaluate()
-        kept = {
-            name: value
-            for name, value in metrics.items()
-            if not name.endswith(("_runtime", "_per_second", "_time")) and name != "epoch"
-        }
+        times = ("_runtime", "_per_second", "_time", "epoch")
+        kept = {name: value for name, value in metrics.items() if not name.endswith(times)}
         self.evaluations.append({"round": self.server.round, **kept})
         write_atomically(self.folder / EVALUATIONS_NAME, json.dumps(self.evaluations))
 

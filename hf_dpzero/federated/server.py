@@ -69,10 +69,6 @@ class RoundServer:
     Args:
       folder: without a run, or to `resume` with one of this contract.
       contract: with a direction key (`setup.Side.start_server`).
-      plans: makes the plan of what a client declares.
-
-    Attributes:
-      taken: values that count in the open round so far, by member.
     """
 
     def __init__(
@@ -85,7 +81,7 @@ class RoundServer:
         header = {"contract_digest": self.digest.hex()}
         self.log = MessageLog(folder / MESSAGES_NAME, header, self.num_values)
         self.members: dict[str, Member] = {}
-        self.taken: dict[str, tuple[float, ...]] = {}
+        self.taken: dict[str, tuple[float, ...]] = {}  # what counts in the open round, by member
         for entry in members_in(folder) if resume else ():
             # what a member knew is forgotten: it may have been sent more than was saved
             now = {"local": LocalPlan.from_dict(entry["local"]), "known": 0, "unsure": True}
@@ -171,12 +167,8 @@ class RoundServer:
     def take(self, name: str, raw: bytes | None) -> bool:
         """Takes an answer to `ask` of the member that the transport says it is of.
 
-        Returns:
-          Whether its values count. If not, it is to be asked again with the releases that it lacks, or
-          released nothing in this round.
-
-        Raises:
-          MessageError: refused; it is counted in the report, and the round is made without it.
+        Returns whether its values count. If not, it is to be asked again, with releases that it lacks,
+        or released nothing in this round. What is refused (`MessageError`) is counted in the report.
         """
         if name not in self.members:
             raise MessageError(f"unknown client {name!r}: it did not join this run.")
@@ -272,5 +264,4 @@ def weights(plans: Mapping[str, LocalPlan]) -> dict[str, float]:
 def members_in(folder: Path) -> list[dict[str, Any]]:
     """Reads what is kept of a run's members; nothing where none joined."""
     path = folder / MEMBERS_NAME
-    entries: list[dict[str, Any]] = []
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else entries
+    return list(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else []

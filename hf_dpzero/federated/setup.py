@@ -30,7 +30,7 @@ from hf_dpzero.federated.plan import (
 from hf_dpzero.federated.server import RoundServer, members_in
 from hf_dpzero.ledger.digests import digest_model
 from hf_dpzero.ledger.log_file import LedgerError, split_header
-from hf_dpzero.ledger.trajectory import LEDGER_NAME
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.mechanisms.base import MAX_CLIP
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise
@@ -203,10 +203,7 @@ class Side:
         return min(1.0, float(config.expected_batch_size) / self.num_examples)
 
     def own_contract(self) -> dict[str, Any]:
-        """Returns the contract as this side's recipe describes it, a `Trajectory`'s header.
-
-        The direction key is missing where the recipe sets none.
-        """
+        """Returns the contract of this side's recipe, whose direction key it may leave out."""
         if self.contract is not None:
             return self.contract
         run = self.replica.run
@@ -260,11 +257,7 @@ class Side:
         return local_plan(config, num_examples, q)
 
     def join(self, name: str, client: int, folder: Path, invitation: bytes | None) -> bytes:
-        """Makes a client, and answers an invitation with the numbers of its plan.
-
-        Args:
-          name, client, folder: its name, its number among those of the recipe's rows, its own folder.
-          invitation: `RoundServer.invitation`.
+        """Makes a client with that number of shard, and answers an invitation with its plan's numbers.
 
         Raises:
           PlanError: the server's run is not this recipe's, or there is no plan for these rows.
@@ -329,19 +322,12 @@ class Side:
         return made
 
     def start_server(self, folder: Path, *, resume: bool = False) -> RoundServer:
-        """Opens the run's ledgers; the replica follows them.
-
-        Where a shard has no plan, or public rows choose no clip (`PlanError`), nothing is written.
-        """
+        """Opens the run's ledgers; nothing is written where a shard has no plan, or no clip is found."""
         contract = {"direction_key": f"{new_key():032x}", **self.own_contract()}
         if resume:
             ledger = folder / LEDGER_NAME
             self._check_same_shards(folder)
-            header, _ = split_header(ledger.read_bytes(), ledger)
-            if "median_norm" not in header:
-                raise LedgerError(
-                    f"{ledger} has no median_norm: resume with that version, or take another folder."
-                )
+            header = Trajectory(split_header(ledger.read_bytes(), ledger)[0]).header
             contract |= {name: header[name] for name in ("direction_key", "median_norm")}
             clip = header["federated"]["clip"]
         else:
