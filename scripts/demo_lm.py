@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 if TYPE_CHECKING:
     import torch
     from gguf import GGUFReader
@@ -272,7 +274,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT, help=f"default: {DEFAULT}")
     try:
         make(parser.parse_args(words).folder)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, SafetensorError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

