@@ -122,7 +122,7 @@ def run_federate(arguments: Federate) -> None:
     Interrupted, the same command with --resume continues from the ledgers.
     """
     from hf_dpzero.federated.report import summary
-    from hf_dpzero.federated.run import ServerRun, run_in_process
+    from hf_dpzero.federated.run import RECIPE_FILE, ServerRun, run_in_process
     from hf_dpzero.federated.setup import Settings, check_folder
 
     engine = arguments.engine
@@ -135,8 +135,9 @@ def run_federate(arguments: Federate) -> None:
             f"--client_files names {len(files)} files, one for each client: leave --clients and "
             "--partition out."
         )
-    if twice := [file for file in files if files.count(file) > 1]:
-        raise ValueError(f"--client_files {twice[0]}: each file is one client's; name it once.")
+    where = [os.path.realpath(file) for file in files]  # "a.csv" is also "./a.csv"
+    if twice := [file for file, path in zip(files, where, strict=True) if where.count(path) > 1]:
+        raise ValueError(f"--client_files {twice[-1]}: each file is one client's; name it once.")
     rows = ("--train_file", os.pathsep.join(map(os.path.abspath, files))) if files else ()
     settings = Settings(
         # A client's process may start in another folder.
@@ -153,6 +154,12 @@ def run_federate(arguments: Federate) -> None:
     folder = Path(named).absolute()
     settings.load(folder)  # refuses before anything is loaded
     check_folder(folder, settings.clients, resume=arguments.resume)
+    begun = files and arguments.resume and (before := folder / RECIPE_FILE).is_file()
+    if begun and read_recipe(before).get("train_file") not in rows:
+        raise ValueError(
+            f"--client_files are others than at the start, or in another order: {before} has them. "
+            "A row that changes between clients would be charged in part only."
+        )
     if engine == "in_process":
         print(summary(run_in_process(settings, folder, resume=arguments.resume)))
         return

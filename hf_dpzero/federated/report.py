@@ -108,12 +108,14 @@ def summary(report: Mapping[str, Any]) -> str:
             f"Local differential privacy: epsilon at most {round_up(report['epsilon'])} (delta "
             f"{delta_words(report['delta'])}) for each row of {whose}"
         )
+    last = (f"{k} {float(v):.4g}" for e in report["evaluations"][-1:] for k, v in e.items())
     lines = [
         head,
         f"  rounds      {report['rounds']} of {report['planned_rounds']}, "
         f"{report['neighboring_relation']}",
         f"  messages    {report['payload_bytes_of_a_client_and_round']} payload bytes "
         "for a client and round",
+        f"  evaluation  {', '.join(last) or 'none'}",
         "  client            rows  noise/C  applied  released  opened  epsilon",
     ]
     for row in rows:

@@ -250,6 +250,7 @@ class ServerRun:
         words, _ = check_start(run.model, run.args.base_is_public)
         self.base = {"base_weights": words, "earlier_runs": run.earlier_runs}
         self.server = side.start_server(folder, resume=resume)
+        write_atomically(folder / RECIPE_FILE, side.recipe.to_yaml())
         self.evaluations: list[dict[str, float]] = []
         path = folder / EVALUATIONS_NAME
         if resume and path.is_file():  # a round that was not closed before may be another now
@@ -312,7 +313,6 @@ class ServerRun:
         text = json.dumps(self.report(), indent=2, allow_nan=False)
         write_atomically(self.folder / REPORT_NAME, f"{text}\n")
         self.server.trajectory.to_safetensors(self.folder / SHIPPING_NAME)
-        (self.folder / RECIPE_FILE).write_text(self.side.recipe.to_yaml(), encoding="utf-8")
 
     def _save_weights(self) -> None:
         trainer, config = self.side.replica.trainer, copy.copy(self.config)

@@ -63,9 +63,7 @@ _OF_ONE_MACHINE = (  # entries of a ledger's header about one data set: each cli
 class Settings:
     """What the sides of a run are made from; plain values, so that it travels to other processes."""
 
-    recipe: (
-        str  # YAML file or shipped name; its expected_batch_size is that of all clients together
-    )
+    recipe: str  # YAML file or shipped name; its expected_batch_size is all clients' together
     overrides: tuple[str, ...] = ()  # of its fields
     clients: int = 2  # n, shards of its rows; each a file where `train_file` names several
     rounds: int | None = None  # R, in place of max_steps

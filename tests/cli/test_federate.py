@@ -91,6 +91,7 @@ def test_a_recipe_of_init_runs_as_it_is(recipe, tmp_path, caplog):
         (["--clients", "0"], "clients=0"),
         (["--client_files", "a.csv", "b.csv", "--clients", "3"], "names 2 files"),
         (["--client_files", "a.csv", "a.csv"], "each file is one client's"),
+        (["--client_files", "north.csv", "./north.csv"], "each file is one client's"),
         (["--client_files", "north.csv", "empty.csv"], "empty.csv has no rows"),
         (["--client_files", "north.csv", "other.csv"], "other.csv has the columns body (large"),
         (["--client_files", "north.csv", "typed.csv"], "label (int64), text (large"),
@@ -133,9 +134,15 @@ def test_each_file_is_a_client(recipe, tmp_path, capsys):
     words = ("--client_files", "north.csv", "south.csv", "--engine", "in_process")
     assert run(recipe, *words) == 0
     report = check(tmp_path / "out-federated", 2, 3)
+    assert "evaluation  round 3, eval_loss " in capsys.readouterr().out
     assert [row["num_examples"] for row in report["clients"]] == [9, 7]
     assert run(recipe, *words, "--resume", "--client_files", "south.csv", "north.csv") == 2
+    assert "in another order" in capsys.readouterr().err
+    north = Path("north.csv").read_text()
+    Path("north.csv").write_text(south.read_text())  # as many rows as another client's file
+    assert run(recipe, *words, "--resume") == 2
     assert "client-000 has 9 rows" in capsys.readouterr().err
+    Path("north.csv").write_text(north)
     settings = Settings(recipe=str(recipe), clients=2, rounds=3)
     files = os.pathsep.join(("north.csv", "south.csv"))
     made = Side.build(
