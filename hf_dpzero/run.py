@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from hf_dpzero.batches.logical_batch import LogicalBatch, Rows
     from hf_dpzero.batches.shapes import PassShapes
+    from hf_dpzero.estimators.landscape import Landscape
     from hf_dpzero.ledger.trajectory import Trajectory
     from hf_dpzero.privacy.noise import NoiseSource
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -97,6 +98,8 @@ class Run:
       step_noise: what steps draw from: `noise`, or correlated noise.
       chosen: settings that were left open and chosen for this run.
       rate_said: what to say of a learning rate that was given; "" for nothing.
+      landscape: of public rows at the start, from which the learning rate was chosen; None where it was
+        not.
       resources: closed when training ends: hooks on the model, compiler settings.
       compared: whether the processes have compared their weights since training began.
     """
@@ -130,6 +133,7 @@ class Run:
     step_noise: NoiseSource | None = None
     chosen: frozenset[str] = frozenset()
     rate_said: str = ""
+    landscape: Landscape | None = None
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     compared: bool = False
     _method: Method | None = None

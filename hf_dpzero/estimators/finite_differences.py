@@ -25,7 +25,7 @@ the same bits:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -205,6 +205,35 @@ class FiniteDifferences:
           (f(theta + lambda u_k), f(theta - lambda u_k)), float32 [B, K] each on the CPU; `forward`:
           (f(theta + lambda u_k), f(theta)).
         """
+        scales = (self.smoothing,) if self.forward else (self.smoothing, -self.smoothing)
+        positions: list[Position] = [((u, scale),) for u in directions for scale in scales]
+        if (stack := self.stack) is not None:
+            first, second = self._over(
+                microbatches,
+                lambda parts: stack.losses(parts, directions, self.smoothing, self._evaluating),
+            )
+            return first, second
+        found = self.at(microbatches, [()] * self.forward + positions)
+        if self.forward:
+            return found[:, 1:], found[:, :1].expand(-1, len(directions))
+        return found[:, ::2], found[:, 1::2]
+
+    @torch.no_grad()
+    def at(self, microbatches: Sequence[Microbatch], positions: Sequence[Position]) -> Tensor:
+        """The losses at some positions, float32 [B, P] on the CPU. Not under `stacked`.
+
+        Leaves the parameters at the last position under `whole_model`, at theta otherwise and where
+        anything raises.
+        """
+        (found,) = self._over(microbatches, lambda parts: (self._sweep(parts, positions),))
+        return found
+
+    def _over(
+        self,
+        microbatches: Sequence[Microbatch],
+        sweep: Callable[[Sequence[Microbatch]], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """What `sweep` makes of the microbatches, with everything installed."""
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(evaluation_mode(self.model))
@@ -217,28 +246,21 @@ class FiniteDifferences:
                 if self._prefetcher is not None and self.visits is None:  # none of them trains
                     stack.enter_context(self._prefetcher.ahead())
                 if self.prefix is None:
-                    return self._sweep(microbatches, directions)
+                    return sweep(microbatches)
                 stack.enter_context(self.prefix.installed())
                 parts = []
                 for microbatch in microbatches:  # so that only one's prefix is held in memory
                     self.prefix.forget()
-                    parts.append(self._sweep([microbatch], directions))
-                first, second = zip(*parts, strict=True)
-                return torch.cat(first), torch.cat(second)
+                    parts.append(sweep([microbatch]))
+                return tuple(torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
         except BaseException:
             self.space.settle_()
             raise
 
-    def _sweep(
-        self, microbatches: Sequence[Microbatch], directions: Sequence[Direction]
-    ) -> tuple[Tensor, Tensor]:
-        """`losses`, with everything installed; the whole model is moved once for all microbatches."""
-        if self.stack is not None:
-            return self.stack.losses(microbatches, directions, self.smoothing, self._evaluating)
-        scales = (self.smoothing,) if self.forward else (self.smoothing, -self.smoothing)
-        positions: list[Position] = [((u, scale),) for u in directions for scale in scales]
+    def _sweep(self, microbatches: Sequence[Microbatch], positions: Sequence[Position]) -> Tensor:
+        """`at`, with everything installed; the whole model is moved once for all microbatches."""
         columns = []
-        for position in [()] * self.forward + positions:
+        for position in positions:
             if self.visits is None:
                 self.space.move_to_(position)
             else:
@@ -250,10 +272,7 @@ class FiniteDifferences:
             self._guard.check(before)
             columns.append(torch.cat(losses))
         # the one moment at which the host waits for the device
-        found = torch.stack(columns, dim=1).cpu()
-        if self.forward:
-            return found[:, 1:], found[:, :1].expand(-1, len(directions))
-        return found[:, ::2], found[:, 1::2]
+        return torch.stack(columns, dim=1).cpu()
 
     def evaluate(self, microbatch: Microbatch) -> Tensor:
         """Returns one microbatch's per-example losses at the present parameters, float32 [B]."""

@@ -19,6 +19,19 @@ directions of a step add up. For losses that are log-likelihoods u'Hu is near th
 (u'g_i)^2, and C bounds the norm of K such slopes of a typical example: u'Hu is about C^2 / K. So alpha
 is at most `CURVED` K / C^2, which public numbers say before any row was seen. Where a unit along a
 direction is known to change losses by more than C (`slope`), one C of both squares is that.
+
+Both rules know nothing of the model. Where public rows' losses tell its slope and curvature
+(`Landscape`), the rate is what gains most in the first step. The step is alpha sum_k (g_k + e_k) u_k
+with the mean slopes g_k and e_k of variance s^2 / B + noise^2; over random directions it gains
+
+    alpha K g^2 - alpha^2 / 2 (K (g^2 + s^2 / B + noise^2) h + K (K - 1) g^2 R),
+
+R = grad'H grad / |grad|^2, for the mean over pairs of directions of g_k g_l u_k'Hu_l is g^2 R. So
+
+    alpha = g^2 / ((g^2 + s^2 / B + noise^2) h + (K - 1) g^2 R).
+
+Clipping multiplies g and s by C / |x| and the noise not. h is at least g^2 + s^2, what it is for the
+log-likelihood of a model that is right.
 """
 
 from __future__ import annotations
@@ -42,6 +55,7 @@ from hf_dpzero.settings.setting import COUNT, refuse
 if TYPE_CHECKING:
     from transformers.trainer_utils import SchedulerType
 
+    from hf_dpzero.estimators.landscape import Landscape
     from hf_dpzero.settings.config import DPZeroConfig
 
 NOISE_SHARE = 0.3
@@ -63,6 +77,10 @@ CLASSIC: dict[str, Any] = {
 
 CHEAP, MANY = 1_000_000, 32
 """K is 32 where a direction takes so many multiplications a row, and halves as often as they double."""
+
+LEAST_SLOPE, ALONG = 0.25, (0.05, 0.5)
+"""A slope's square counts as at least this share of its error in a batch, and the curvature along the
+gradient as a share of that along a direction within these bounds: few directions tell both roughly."""
 
 POSITIONS = 128
 """Tokens of a text, or frames of a sound, that layers below a pooled vector see."""
@@ -250,6 +268,31 @@ def rate_of_noise(
     word = str(getattr(schedule, "value", schedule))
     decay = math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
     return min(NOISE_SHARE * decay / (slope * noise), CURVED * directions / (slope * clip))
+
+
+def rate_on(landscape: Landscape, plan: PrivacyPlan) -> float:
+    """The rate at which the first step is expected to lower the loss most (see the module).
+
+    Args:
+      landscape: of public rows at the weights that training starts with.
+      plan: calibrated; its noise, K, B and clip count.
+
+    Returns:
+      alpha >= 0; 0 where the loss does not change along any direction.
+    """
+    mechanism, (slope, scatter, curvature, along, _) = plan.mechanism, landscape
+    batch, directions = float(mechanism.divisor), int(getattr(mechanism, "num_directions", 1))
+    slope = max(slope, LEAST_SLOPE * scatter / batch)
+    norm = math.sqrt(directions * (slope + scatter))
+    if not norm:
+        return 0.0
+    clip = norm if mechanism.name == "dpzero-adaptive" else mechanism.clip  # it follows the norms
+    kept = min(1.0, clip / norm)
+    noise = mechanism.noise_multiplier * clip * run_deviation(plan) / batch / math.sqrt(plan.steps)
+    curvature = max(curvature, slope + scatter)
+    along = min(max(along, ALONG[0] * curvature), ALONG[1] * curvature)
+    bent = (slope + scatter / batch + (noise / kept) ** 2) * curvature
+    return slope / (kept * (bent + (directions - 1) * slope * along))
 
 
 class Rate(NamedTuple):

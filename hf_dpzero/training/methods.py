@@ -32,7 +32,7 @@ from hf_dpzero.checks.public_rows import (
 )
 from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.checks.table import run_checks
-from hf_dpzero.estimators import precision_diagnostics
+from hf_dpzero.estimators import landscape, precision_diagnostics
 from hf_dpzero.estimators.arithmetic import compile_
 from hf_dpzero.estimators.choose_strategy import choose_strategy, unmeasured
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
@@ -52,13 +52,14 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
+from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
 from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.folder import discard_unused
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.defaults import steps_that_follow
+from hf_dpzero.settings.defaults import rate_on, steps_that_follow
 from hf_dpzero.settings.plan_of import extension_warning
 from hf_dpzero.settings.schedules import judge_schedule, smoothing_of_steps
 from hf_dpzero.training.first_order_step import (
@@ -169,13 +170,17 @@ class ZerothOrderMethod:
             if not run.opened.releases:
                 discard_unused(run.opened)
             raise
+        if state is None and "learning_rate" in run.chosen and not run.rate_said:
+            _take_rate(run, self.space)
         self.step = ZerothOrderStep(
             mechanism=run.plan.mechanism,
             space=self.space,
             differences=differences,
             noise=run.step_noise or run.noise,
             trajectory=run.opened,
-            follow_clip=steps_that_follow(run.chosen, run.args.clipping, run.plan.steps),
+            follow_clip=0
+            if run.landscape
+            else steps_that_follow(run.chosen, run.args.clipping, run.plan.steps),
             mechanism_at=run.plan.scheduled,
             smoothing_at=smoothing_of_steps(run.args, run.plan.steps),
             # An update may wait only if weights are read between steps through forward(),
@@ -362,6 +367,21 @@ class FirstOrderMethod:
 
 def _weighting_of(run: Run) -> GroupWeighting | None:
     return GroupWeighting(run.plan, run.noise, run.opened) if run.plan.groups else None
+
+
+def _take_rate(run: Run, space: ParameterSpace) -> None:
+    """Chooses the first learning rate by public rows' losses around the weights that a run starts with.
+
+    Where there are none, or in low precision, whose rounding hides curvature, it stays the plan's.
+    """
+    if low_precision(run.model, run.args) or run.plan.steps == 0:
+        return
+    around = FiniteDifferences(run.model, space, run.evaluate, run.args.smoothing)
+    with leaving_out("the learning rate follows from the plan alone"), isolated_randomness():
+        if public := public_microbatches(run, landscape.ROWS):
+            found = collectives.shared(landscape.measure(around, public))
+            if found is not None and (rate := rate_on(found, run.plan)):
+                run.landscape, run.args.learning_rate = found, rate
 
 
 def private_diagnostics(

@@ -21,6 +21,7 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from hf_dpzero.estimators.landscape import Landscape
 from hf_dpzero.parallel.mesh import process_words
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.words import LABELS, group_words, schedule_words
@@ -238,6 +239,9 @@ class RunCallback(TrainerCallback):
         self._first_epoch = state.global_step // self.run.plan.sampler.steps_per_epoch
         if state.global_step == 0:  # later the checkpoint's optimizer has the rate
             follow_scheduler(self.scale, **kwargs)
+        elif "learning_rate" in self.run.chosen:
+            group = kwargs["optimizer"].param_groups[0]
+            self.run.args.learning_rate = group.get("initial_lr", group["lr"])
         if state.is_world_process_zero and args.get_process_log_level() <= logging.WARNING:
             tqdm.write(banner(self.run, report_of(self.run)))
 
@@ -289,6 +293,7 @@ def banner(run: Run, report: PrivacyReport) -> str:
         ("steps", f"{plan.steps}{f', {paid} of them in the ledger' if paid else ''}"),
         ("budget", _budget(plan, run.delta, args.target_epsilon)),
         *(("of that", part_words(part)) for part in report.parts[:-1]),
+        *([("rate", _rate_words(run.landscape))] if run.landscape else []),
         ("trained", f"{count:,} of {total:,} parameters in {len(trained)} tensors"),
     ]  # fmt: skip
     if plan.private:
@@ -307,6 +312,14 @@ def banner(run: Run, report: PrivacyReport) -> str:
         lines.append(("processes", process_words(plan, args, run.mesh, run.sharded, count)))
     title = "Private training" if plan.private else "Training WITHOUT privacy"
     return "\n".join([title, *(f"  {label:<12}{text}" for label, text in lines)])
+
+
+def _rate_words(landscape: Landscape) -> str:
+    slope, scatter, curvature, _, rows = landscape
+    return (
+        f"of {rows} public rows: slope {math.sqrt(slope):.2g}, scatter {math.sqrt(scatter):.2g}, "
+        f"curvature {curvature:.2g}"
+    )
 
 
 def _budget(plan: PrivacyPlan, delta: float, target: float | None) -> str:

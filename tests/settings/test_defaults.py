@@ -28,7 +28,9 @@ from hf_dpzero.settings.defaults import (
     cost_of_direction,
     directions_for,
     learning_rate,
+    rate_on,
 )
+from hf_dpzero.training import methods
 
 GIVEN_NOTHING = {"learning_rate": None, "clip": None}
 
@@ -50,7 +52,13 @@ def test_what_is_given_stays_and_other_methods_keep_the_classic_values(tmp_path)
         assert args.chosen == ({"num_directions"} if args.noise_multiplier == 0 else set())
 
 
-def test_with_a_clip_only_the_rate_is_chosen(tmp_path):
+@pytest.fixture
+def nothing_public(monkeypatch):
+    """No public row tells the loss' landscape: the rate is the plan's."""
+    monkeypatch.setattr(methods, "public_microbatches", lambda *_: [])
+
+
+def test_with_a_clip_only_the_rate_is_chosen(tmp_path, nothing_public):
     given = {"clip": 5.0, "noise_multiplier": 24.0, "lr_scheduler_type": "constant"}
     trainer = build(tmp_path, learning_rate=None, **given)
     assert (trainer.args.clipping, trainer.args.num_directions) == ("fixed", 1)
@@ -109,7 +117,16 @@ def test_directions_follow_the_positions_that_a_head_sees(
     assert directions_for(given, model) == expected
 
 
-def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path):
+def test_public_rows_tell_the_rate_which_no_clip_moves(tmp_path, capsys):
+    trainer = build(tmp_path, **GIVEN_NOTHING, lr_scheduler_type="constant", num_directions=2)
+    trainer.train()
+    rates = {release.learning_rate for release in trainer.trajectory.releases}
+    found = trainer.run.landscape
+    assert found.rows == 40 and rates == {rate_on(found, trainer.plan)}
+    assert "rate        of 40 public rows: slope" in capsys.readouterr().out
+
+
+def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path, nothing_public):
     settings = {"max_steps": 20, "lr_scheduler_type": "constant", "num_directions": 2}
     trainer = build(tmp_path, **GIVEN_NOTHING, **settings)
     trainer.train()
