@@ -16,5 +16,6 @@ May import: objectives, perturbation, and of privacy the clip factors. Not trans
 | `offload` | weights that come for a module's forward |
 | `forward_passes`, `random_state` | what a forward pass may neither write nor draw |
 | `arithmetic`, `precision_diagnostics` | autocast and compilation; whether rounding hides the signal |
+| `landscape` | slope, scatter and curvature of public rows' losses |
 | `per_example_gradients`, `ghost_clipping` | clipped sums of gradients, dense or without them |
 """

@@ -24,8 +24,9 @@ from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatc
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import Position
 
-DIRECTIONS = 4
-"""With theta and both ends of the step along them all, eleven passes over the rows."""
+DIRECTIONS, CHEAP_DIRECTIONS = 4, 16
+"""With theta and both ends of the step along them all, eleven passes over the rows; more directions
+where a pass costs next to nothing (a head on stored features)."""
 
 ROWS = 64
 """Rows that are looked at, at most."""

@@ -28,10 +28,10 @@ with the mean slopes g_k and e_k of variance s^2 / B + noise^2; over random dire
 
 R = grad'H grad / |grad|^2, for the mean over pairs of directions of g_k g_l u_k'Hu_l is g^2 R. So
 
-    alpha = g^2 / ((g^2 + s^2 / B + noise^2) h + (K - 1) g^2 R).
+    alpha = g^2 / ((g^2 + s^2 / B + noise^2) h + (K - 1) g^2 R),
 
-Clipping multiplies g and s by C / |x| and the noise not. h is at least g^2 + s^2, what it is for the
-log-likelihood of a model that is right.
+where R counts half (`STEEP`). Clipping multiplies g and s by C / |x| and the noise not. h is at least
+g^2 + s^2, what it is for the log-likelihood of a model that is right.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ CLASSIC: dict[str, Any] = {
 CHEAP, MANY = 1_000_000, 32
 """K is 32 where a direction takes so many multiplications a row, and halves as often as they double."""
 
-LEAST_SLOPE, ALONG = 0.25, (0.05, 0.5)
+LEAST_SLOPE, ALONG, STEEP = 0.25, (0.05, 0.5), 0.5
 """A slope's square counts as at least this share of its error in a batch, and the curvature along the
-gradient as a share of that along a direction within these bounds: few directions tell both roughly."""
+gradient as a share of that along a direction within these bounds, for few directions tell both roughly.
+Half of it counts: a step too far along the gradient comes back, and what is learned beside it gains."""
 
 POSITIONS = 128
 """Tokens of a text, or frames of a sound, that layers below a pooled vector see."""
@@ -292,7 +293,7 @@ def rate_on(landscape: Landscape, plan: PrivacyPlan) -> float:
     curvature = max(curvature, slope + scatter)
     along = min(max(along, ALONG[0] * curvature), ALONG[1] * curvature)
     bent = (slope + scatter / batch + (noise / kept) ** 2) * curvature
-    return slope / (kept * (bent + (directions - 1) * slope * along))
+    return slope / (kept * (bent + STEEP * (directions - 1) * slope * along))
 
 
 class Rate(NamedTuple):

@@ -171,7 +171,7 @@ class ZerothOrderMethod:
                 discard_unused(run.opened)
             raise
         if state is None and "learning_rate" in run.chosen and not run.rate_said:
-            _take_rate(run, self.space)
+            _take_rate(run, self.space, cheap=differences.stack is not None)
         self.step = ZerothOrderStep(
             mechanism=run.plan.mechanism,
             space=self.space,
@@ -369,7 +369,7 @@ def _weighting_of(run: Run) -> GroupWeighting | None:
     return GroupWeighting(run.plan, run.noise, run.opened) if run.plan.groups else None
 
 
-def _take_rate(run: Run, space: ParameterSpace) -> None:
+def _take_rate(run: Run, space: ParameterSpace, cheap: bool) -> None:
     """Chooses the first learning rate by public rows' losses around the weights that a run starts with.
 
     Where there are none, or in low precision, whose rounding hides curvature, it stays the plan's.
@@ -379,7 +379,8 @@ def _take_rate(run: Run, space: ParameterSpace) -> None:
     around = FiniteDifferences(run.model, space, run.evaluate, run.args.smoothing)
     with leaving_out("the learning rate follows from the plan alone"), isolated_randomness():
         if public := public_microbatches(run, landscape.ROWS):
-            found = collectives.shared(landscape.measure(around, public))
+            draws = landscape.CHEAP_DIRECTIONS if cheap else landscape.DIRECTIONS
+            found = collectives.shared(landscape.measure(around, public, draws))
             if found is not None and (rate := rate_on(found, run.plan)):
                 run.landscape, run.args.learning_rate = found, rate
 
