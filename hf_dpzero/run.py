@@ -48,6 +48,9 @@ class Method(Protocol):
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """Takes a step; returns its un-noised statistics (private), None if no data was read."""
 
+    def lower_rate(self) -> float:
+        """Lowers a chosen rate where public rows' losses curve more by now; returns by what factor."""
+
     def settle_(self) -> None:
         """Makes the parameters hold theta."""
 

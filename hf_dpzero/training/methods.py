@@ -37,6 +37,7 @@ from hf_dpzero.estimators.arithmetic import compile_
 from hf_dpzero.estimators.choose_strategy import choose_strategy, unmeasured
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import SettleBeforeRead, all_known
+from hf_dpzero.estimators.landscape import Landscape
 from hf_dpzero.estimators.per_example_gradients import per_example_gradients
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import directions_of, space_from_header
@@ -52,7 +53,6 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
-from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
 from hf_dpzero.privacy.words import group_warning
@@ -157,7 +157,9 @@ class ZerothOrderMethod:
         if state is None:
             self.space.snap_()
         else:
-            self.space.load_state_dict(state)
+            self.space.load_state_dict({n: v for n, v in state.items() if n != "landscape"})
+            if told := state.get("landscape"):
+                run.landscape = Landscape(*told)
         self.lockstep = (
             Lockstep(run.objective, blank_microbatch(run))
             if run.sharded and run.objective is not None
@@ -170,8 +172,11 @@ class ZerothOrderMethod:
             if not run.opened.releases:
                 discard_unused(run.opened)
             raise
+        self._cheap = differences.stack is not None
         if state is None and "learning_rate" in run.chosen and not run.rate_said:
-            _take_rate(run, self.space, cheap=differences.stack is not None)
+            found = self._landscape()
+            if found is not None and (rate := rate_on(found, run.plan)):
+                run.landscape, run.args.learning_rate = found, rate
         self.step = ZerothOrderStep(
             mechanism=run.plan.mechanism,
             space=self.space,
@@ -234,6 +239,41 @@ class ZerothOrderMethod:
             check_differences(run, differences)
         return differences
 
+    def _landscape(self) -> Landscape | None:
+        """What public rows' losses do around theta.
+
+        None where there are no such rows, and in low precision, whose rounding hides curvature.
+        """
+        run, args = self.run, self.run.args
+        if low_precision(run.model, args):
+            return None
+        around = FiniteDifferences(run.model, self.space, run.evaluate, args.smoothing)
+        found, draws = None, landscape.CHEAP_DIRECTIONS if self._cheap else landscape.DIRECTIONS
+        with leaving_out("curvature of public rows was not looked at"), isolated_randomness():
+            if public := public_microbatches(run, landscape.ROWS):
+                found = collectives.shared(landscape.measure(around, public, draws))
+        return found
+
+    def lower_rate(self) -> float:
+        """Looks at public rows again, and lowers the run's rate where their losses curve more by now.
+
+        The slope counts as at the start: that it falls is what a schedule is for.
+
+        Returns:
+          By what factor, at most 1.
+        """
+        run = self.run
+        if run.landscape is None:
+            return 1.0
+        with self.weights.own_write(), self.reads.own_step():
+            found = self._landscape()
+        if found is None:
+            return 1.0
+        now = rate_on(found._replace(slope=run.landscape.slope), run.plan)
+        factor = min(1.0, now / run.args.learning_rate)
+        run.args.learning_rate *= factor
+        return factor
+
     def take(self, batch: LogicalBatch, learning_rate: float) -> Tensor | None:
         """Takes a step; settles at once if a callback of others was added since the start.
 
@@ -265,8 +305,8 @@ class ZerothOrderMethod:
             self.space.settle_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the grids of the parameter space."""
-        return self.space.state_dict()
+        """Returns the grids of the parameter space, and the landscape that the rate was chosen by."""
+        return {**self.space.state_dict(), "landscape": self.run.landscape}
 
 
 class FirstOrderMethod:
@@ -356,6 +396,10 @@ class FirstOrderMethod:
         row_groups = batch["row_groups"]
         return self.step(batch["step"], parts, learning_rate, row_groups, batch["batch_digest"])
 
+    def lower_rate(self) -> float:
+        """Returns 1: the rate is a given one."""
+        return 1.0
+
     def settle_(self) -> None:
         """Refuses weights that something else wrote to; the parameters always hold theta."""
         self.weights.check()
@@ -367,22 +411,6 @@ class FirstOrderMethod:
 
 def _weighting_of(run: Run) -> GroupWeighting | None:
     return GroupWeighting(run.plan, run.noise, run.opened) if run.plan.groups else None
-
-
-def _take_rate(run: Run, space: ParameterSpace, cheap: bool) -> None:
-    """Chooses the first learning rate by public rows' losses around the weights that a run starts with.
-
-    Where there are none, or in low precision, whose rounding hides curvature, it stays the plan's.
-    """
-    if low_precision(run.model, run.args) or run.plan.steps == 0:
-        return
-    around = FiniteDifferences(run.model, space, run.evaluate, run.args.smoothing)
-    with leaving_out("the learning rate follows from the plan alone"), isolated_randomness():
-        if public := public_microbatches(run, landscape.ROWS):
-            draws = landscape.CHEAP_DIRECTIONS if cheap else landscape.DIRECTIONS
-            found = collectives.shared(landscape.measure(around, public, draws))
-            if found is not None and (rate := rate_on(found, run.plan)):
-                run.landscape, run.args.learning_rate = found, rate
 
 
 def private_diagnostics(

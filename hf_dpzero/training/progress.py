@@ -216,10 +216,12 @@ class RunCallback(TrainerCallback):
 
     Attributes:
       run: that trains; the trainer sets it.
+      training: whether that run goes on; the trainer sets it.
       scale: of a given scheduler's rates, whose optimizer has another learning rate than the run.
     """
 
     run: Run
+    training = False
     scale = 1.0
     _first_epoch: int | None = None  # while it runs
 
@@ -244,6 +246,24 @@ class RunCallback(TrainerCallback):
             self.run.args.learning_rate = group.get("initial_lr", group["lr"])
         if state.is_world_process_zero and args.get_process_log_level() <= logging.WARNING:
             tqdm.write(banner(self.run, report_of(self.run)))
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Lowers a chosen rate where public rows' losses curve more than before, and says so."""
+        if not (self.training and 0 < state.global_step < self.run.plan.steps):
+            return
+        if (factor := self.run.method.lower_rate()) < 1.0:
+            for group in kwargs["optimizer"].param_groups:
+                group["lr"] *= factor
+                group["initial_lr"] = self.run.args.learning_rate
+            scheduler = kwargs["lr_scheduler"]
+            scheduler.base_lrs = [factor * rate for rate in scheduler.base_lrs]
+            if state.is_world_process_zero:
+                logging.getLogger(__name__).warning(
+                    f"step {state.global_step}: losses of public rows curve more by now, and the "
+                    f"learning rate is {factor:.2g} of what it was."
+                )
 
     def on_epoch_end(self, *_: object, **__: object) -> None:
         """Leaves `state.epoch` to Trainer from here on."""

@@ -350,7 +350,7 @@ class DPZeroMixin(PublishingTrainer):
         run.step_noise = noise_of_steps(run.plan, run.noise, self._keys)
         if resumes and run.opened.next_step == run.plan.steps:
             run.resources.enter_context(progress.finished(run))
-        self._banner.run = run
+        self._banner.run, self._banner.training = run, True
         if given is not None and not self.args.first_order and not self._banner.rescale(given):
             self.lr_scheduler = None  # its optimizer makes the rates, which it only shows
         self._loop_asks = True
@@ -372,7 +372,7 @@ class DPZeroMixin(PublishingTrainer):
 
     def _close(self, run: Run) -> None:
         """Closes the ledger; a model that releases have moved is marked as trained."""
-        self._keys = None
+        self._keys, self._banner.training = None, False
         if run.ledger is None:
             return
         try:

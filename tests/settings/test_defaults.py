@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from hf_dpzero import DPZeroConfig
+from hf_dpzero.estimators import landscape
+from hf_dpzero.estimators.landscape import Landscape
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.settings.defaults import (
     CLASSIC,
@@ -124,6 +126,28 @@ def test_public_rows_tell_the_rate_which_no_clip_moves(tmp_path, capsys):
     found = trainer.run.landscape
     assert found.rows == 40 and rates == {rate_on(found, trainer.plan)}
     assert "rate        of 40 public rows: slope" in capsys.readouterr().out
+
+
+def test_a_loss_that_curves_more_lowers_the_rate_and_one_that_curves_less_does_not_raise_it(
+    tmp_path, monkeypatch
+):
+    """Looked at after every second step; resumed at step 4, the rates are the same."""
+    found = iter(Landscape(4.0, 40.0, h, h / 10, 40) for h in (100.0, 400.0, 50.0, 800.0, 50.0))
+    monkeypatch.setattr(landscape, "measure", lambda *_: next(found))
+    settings = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 2}
+    settings |= {"max_steps": 10, "save_strategy": "steps", "save_steps": 4, **GIVEN_NOTHING}
+    trainer = build(tmp_path, **settings)
+    trainer.train()
+    rates = [release.learning_rate for release in trainer.trajectory.releases]
+    shares = torch.tensor(rates) / rates[0]
+    expected = torch.tensor([1, 1, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 8, 1 / 8, 1 / 8, 1 / 8])
+    torch.testing.assert_close(shares, expected, rtol=1e-3, atol=0)
+
+    found = iter(Landscape(4.0, 40.0, h, h / 10, 40) for h in (800.0, 50.0))
+    again = build(tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [release.learning_rate for release in again.trajectory.releases] == rates
+    again.evaluate()  # looks at nothing
 
 
 def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path, nothing_public):
