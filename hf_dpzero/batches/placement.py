@@ -68,7 +68,8 @@ _GPU_MOST = 8000.0
 CAPS = (64, 32, 16)
 """Rows of a pass that are tried where `microbatch_size` is not set; else one."""
 
-_UNLIKELY = 0.05  # passes of a shape that a run is expected to have
+_UNLIKELY, FREQUENT = 0.05, 16
+"""Passes of a shape that a run is expected to have, and how many shapes compile before it, at most."""
 
 _SHARE = 0.5  # of free memory: what is free changes, and allocators round up
 
@@ -279,7 +280,7 @@ class Placement:
         return sum(chance for chance, _, _, _ in self._costs)
 
     def shapes_of(self, steps: int) -> list[tuple[int, int]]:
-        """Returns (width, rows) of passes, each unless it is unlikely in so many steps.
+        """Returns (width, rows) of the `FREQUENT` likeliest passes of so many steps; none that is unlikely.
 
         >>> Placement(8.0, (1, 4), {8: 1.0, 16: 1e-9}, cost=40.0).shapes_of(100)
         [(8, 4)]
@@ -288,7 +289,8 @@ class Placement:
         for chance, _, width, number in self._costs:
             shape = width, self.rows_of(width, number)
             expected[shape] = expected.get(shape, 0.0) + chance * steps
-        return sorted(shape for shape, count in expected.items() if count > _UNLIKELY)
+        most = sorted(expected, key=lambda shape: -expected[shape])[:FREQUENT]
+        return sorted(shape for shape in most if expected[shape] > _UNLIKELY)
 
     def expected_tokens(self) -> float:
         """Returns what a step is expected to evaluate for one direction and sign, in tokens."""
