@@ -69,7 +69,7 @@ CAPS = (64, 32, 16)
 """Rows of a pass that are tried where `microbatch_size` is not set; else one."""
 
 _UNLIKELY, FREQUENT = 0.05, 16
-"""Passes of a shape that a run is expected to have, and how many shapes compile before it, at most."""
+"""Passes of a shape that a likely one has in a run; how many shapes compile before it, at most."""
 
 _SHARE = 0.5  # of free memory: what is free changes, and allocators round up
 
@@ -280,7 +280,7 @@ class Placement:
         return sum(chance for chance, _, _, _ in self._costs)
 
     def shapes_of(self, steps: int) -> list[tuple[int, int]]:
-        """Returns (width, rows) of the `FREQUENT` likeliest passes of so many steps; none that is unlikely.
+        """Returns (width, rows) of the `FREQUENT` likeliest passes in so many steps; no unlikely one.
 
         >>> Placement(8.0, (1, 4), {8: 1.0, 16: 1e-9}, cost=40.0).shapes_of(100)
         [(8, 4)]
