@@ -75,7 +75,7 @@ def run_plan(arguments: Plan) -> None:
 def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
     """Returns `_facts` of a plan, and what is chosen for it; without privacy epsilon is infinite.
 
-    The first rate stands there if it is `chosen`.
+    If it is `chosen`, the first rate stands there that a run without public rows takes.
     """
     if config.not_private:
         return {**_setting(plan), "epsilon": math.inf, "delta": None, "private": False}
@@ -83,7 +83,9 @@ def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
 
     facts = _facts(plan, config.delta(plan.sampler.num_examples), config.target_epsilon)
     if "learning_rate" in config.chosen and plan.private:
-        facts["learning_rate"] = learning_rate(plan, config.lr_scheduler_type)
+        # training looks at public rows, which may tell another one
+        chosen = learning_rate(plan, config.lr_scheduler_type)
+        facts["learning_rate_without_public_rows"] = chosen
     return facts | ({"chosen": sorted(config.chosen)} if config.chosen else {})
 
 
