@@ -75,7 +75,7 @@ def run_plan(arguments: Plan) -> None:
 def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
     """Returns `_facts` of a plan, and what is chosen for it; without privacy epsilon is infinite.
 
-    If it is `chosen`, the first rate stands there that a run without public rows takes.
+    The first rate stands there if it is `chosen`.
     """
     if config.not_private:
         return {**_setting(plan), "epsilon": math.inf, "delta": None, "private": False}
@@ -83,9 +83,7 @@ def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
 
     facts = _facts(plan, config.delta(plan.sampler.num_examples), config.target_epsilon)
     if "learning_rate" in config.chosen and plan.private:
-        # training looks at public rows, which may tell another one
-        chosen = learning_rate(plan, config.lr_scheduler_type)
-        facts["learning_rate_without_public_rows"] = chosen
+        facts["learning_rate"] = learning_rate(plan, config.lr_scheduler_type)
     return facts | ({"chosen": sorted(config.chosen)} if config.chosen else {})
 
 
