@@ -21,8 +21,9 @@ is at most `CURVED` K / C^2, which public numbers say before any row was seen. W
 direction is known to change losses by more than C (`slope`), one C of both squares is that.
 
 Both rules know nothing of the model. Where public rows' losses tell its slope and curvature
-(`Landscape`), the rate is what gains most in the first step. The step is alpha sum_k (g_k + e_k) u_k
-with the mean slopes g_k and e_k of variance s^2 / B + noise^2; over random directions it gains
+(`Landscape`), the rate is at most what gains most in the first step. The step is
+alpha sum_k (g_k + e_k) u_k with the mean slopes g_k and e_k of variance s^2 / B + noise^2; over random
+directions it gains
 
     alpha K g^2 - alpha^2 / 2 (K (g^2 + s^2 / B + noise^2) h + K (K - 1) g^2 R),
 
@@ -30,8 +31,8 @@ R = grad'H grad / |grad|^2, for the mean over pairs of directions of g_k g_l u_k
 
     alpha = g^2 / ((g^2 + s^2 / B + noise^2) h + (K - 1) g^2 R),
 
-where R counts half (`STEEP`). Clipping multiplies g and s by C / |x| and the noise not. h is at least
-g^2 + s^2, what it is for the log-likelihood of a model that is right.
+where R counts a quarter (`STEEP`). Clipping multiplies g and s by C / |x| and the noise not. h is at
+least g^2 + s^2, what it is for the log-likelihood of a model that is right.
 """
 
 from __future__ import annotations
@@ -78,10 +79,11 @@ CLASSIC: dict[str, Any] = {
 CHEAP, MANY = 1_000_000, 32
 """K is 32 where a direction takes so many multiplications a row, and halves as often as they double."""
 
-LEAST_SLOPE, ALONG, STEEP = 0.25, (0.05, 0.5), 0.5
+LEAST_SLOPE, ALONG, STEEP = 0.25, (0.05, 0.5), 0.25
 """A slope's square counts as at least this share of its error in a batch, and the curvature along the
 gradient as a share of that along a direction within these bounds, for few directions tell both roughly.
-Half of it counts: a step too far along the gradient comes back, and what is learned beside it gains."""
+A quarter of it counts: a step too far along the gradient comes back, and what is learned beside it
+gains."""
 
 POSITIONS = 128
 """Tokens of a text, or frames of a sound, that layers below a pooled vector see."""

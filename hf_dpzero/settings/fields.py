@@ -205,9 +205,8 @@ class OwnFields:
         Allowed("a number in [0, 1e6]", lambda x: 0 <= x <= 1e6),
         privacy="nothing in one run; trying several on private rows does, and is not counted "
         "(`hf-dpzero sweep` counts it)",
-        none="of dpzero with Gaussian noise and `update_rule: sgd`: from slope and curvature of public "
-        "rows' losses, noise, K and B, or without such rows from noise, clip, B and T (`defaults.py`); "
-        "else 5e-5",
+        none="of dpzero with Gaussian noise and `update_rule: sgd`: from noise, clip, B and T, and at "
+        "most what slope and curvature of public rows' losses allow (`defaults.py`); else 5e-5",
     )
     learning_rate_is_final: bool = setting(
         False,

@@ -175,7 +175,10 @@ class ZerothOrderMethod:
         self._cheap = differences.stack is not None
         if state is None and "learning_rate" in run.chosen and not run.rate_said:
             found = self._landscape()
-            if found is not None and (rate := rate_on(found, run.plan)):
+            if (
+                found is not None
+                and 0 < (rate := rate_on(found, run.plan)) < run.args.learning_rate
+            ):
                 run.landscape, run.args.learning_rate = found, rate
         self.step = ZerothOrderStep(
             mechanism=run.plan.mechanism,

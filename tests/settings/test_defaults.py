@@ -119,20 +119,27 @@ def test_directions_follow_the_positions_that_a_head_sees(
     assert directions_for(given, model) == expected
 
 
-def test_public_rows_tell_the_rate_which_no_clip_moves(tmp_path, capsys):
-    trainer = build(tmp_path, **GIVEN_NOTHING, lr_scheduler_type="constant", num_directions=2)
-    trainer.train()
-    rates = {release.learning_rate for release in trainer.trajectory.releases}
-    found = trainer.run.landscape
-    assert found.rows == 40 and rates == {rate_on(found, trainer.plan)}
-    assert "rate        of 40 public rows: slope" in capsys.readouterr().out
+def test_public_rows_lower_the_rate_which_then_no_clip_moves(tmp_path, capsys, monkeypatch):
+    """Losses that curve less than the plan's rate allows leave that rate, which follows the clip."""
+    for curvature, bound in ((1e4, True), (50.0, False)):
+        found = Landscape(4.0, 40.0, curvature, curvature / 10, 40)
+        monkeypatch.setattr(landscape, "measure", lambda *_, found=found: found)
+        settings = {**GIVEN_NOTHING, "lr_scheduler_type": "constant", "num_directions": 2}
+        trainer = build(tmp_path / str(bound), max_steps=10, **settings)
+        trainer.train()
+        rates = [release.learning_rate for release in trainer.trajectory.releases]
+        told = rate_on(found, trainer.plan), learning_rate(trainer.plan, "constant")
+        assert rates[0] == pytest.approx(min(told)) and bound == (told[0] < told[1])
+        assert (len(set(rates)) == 1) == bound
+        said = "rate        of 40 public rows: slope 2, scatter 6.3, curvature 1e+04"
+        assert (said in capsys.readouterr().out) == bound
 
 
 def test_a_loss_that_curves_more_lowers_the_rate_and_one_that_curves_less_does_not_raise_it(
     tmp_path, monkeypatch
 ):
     """Looked at after every second step; resumed at step 4, the rates are the same."""
-    found = iter(Landscape(4.0, 40.0, h, h / 10, 40) for h in (100.0, 400.0, 50.0, 800.0, 50.0))
+    found = iter(Landscape(4.0, 40.0, h, h / 10, 40) for h in (1e4, 4e4, 5e3, 8e4, 5e3))
     monkeypatch.setattr(landscape, "measure", lambda *_: next(found))
     settings = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 2}
     settings |= {"max_steps": 10, "save_strategy": "steps", "save_steps": 4, **GIVEN_NOTHING}
@@ -143,7 +150,7 @@ def test_a_loss_that_curves_more_lowers_the_rate_and_one_that_curves_less_does_n
     expected = torch.tensor([1, 1, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 8, 1 / 8, 1 / 8, 1 / 8])
     torch.testing.assert_close(shares, expected, rtol=1e-3, atol=0)
 
-    found = iter(Landscape(4.0, 40.0, h, h / 10, 40) for h in (800.0, 50.0))
+    found = iter(Landscape(4.0, 40.0, h, h / 10, 40) for h in (8e4, 5e3))
     again = build(tmp_path, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert [release.learning_rate for release in again.trajectory.releases] == rates
