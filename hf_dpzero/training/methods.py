@@ -157,8 +157,8 @@ class ZerothOrderMethod:
         if state is None:
             self.space.snap_()
         else:
-            self.space.load_state_dict({n: v for n, v in state.items() if n != "landscape"})
-            if told := state.get("landscape"):
+            self.space.load_state_dict(state["grids"])
+            if told := state["landscape"]:
                 run.landscape = Landscape(*told)
         self.lockstep = (
             Lockstep(run.objective, blank_microbatch(run))
@@ -309,7 +309,7 @@ class ZerothOrderMethod:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the grids of the parameter space, and the landscape that the rate was chosen by."""
-        return {**self.space.state_dict(), "landscape": self.run.landscape}
+        return {"grids": self.space.state_dict(), "landscape": self.run.landscape}
 
 
 class FirstOrderMethod:
