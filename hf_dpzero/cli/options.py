@@ -142,6 +142,9 @@ class Replay(Options):
     trajectory: str = _option("trajectory.safetensors or a .ledger file", required=True)
     output_dir: str = _option("where to save the rebuilt model", required=True)
     expect: str | None = _option("folder of a trained model to compare with, bit for bit")
+    average_last: int | None = _option(
+        "the mean of the weights after each of the last N steps, for the same epsilon"
+    )
 
 
 @dataclass(kw_only=True)

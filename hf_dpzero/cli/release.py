@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.reporting import hub
-from hf_dpzero.reporting.privacy_report import REPORT_FILE
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import read_weights, weight_files
 from hf_dpzero.run_folder.initial_values import load_initial_model
 from hf_dpzero.shipped import shipped_file
@@ -44,7 +46,8 @@ def run_replay(arguments: Replay) -> None:
     """Loads base and trajectory, checks the base's digest, replays, saves, compares.
 
     The rebuilt weights are compared bit for bit with those of `--expect`, or with those that lie beside
-    the trajectory, which is copied beside them, and so is the report where there is one.
+    the trajectory, which is copied beside them, and so is the report where there is one. Another average
+    than theirs is compared with `--expect` alone, and report and trajectory name it.
     """
     output, given = Path(arguments.output_dir), Path(arguments.trajectory).resolve()
     beside = given if given.is_dir() else given.parent
@@ -52,6 +55,9 @@ def run_replay(arguments: Replay) -> None:
         raise ValueError(f"output_dir={output} is the trajectory's own folder; give another one.")
     trajectory = Trajectory.load(given / SHIPPING_NAME if given.is_dir() else given)
     model, tokenizer = _load_base(arguments.base, arguments.overrides, beside)
+    shipped = trajectory.average_last
+    average = shipped if arguments.average_last is None else arguments.average_last
+    trajectory.average_last = average
     replay(model, trajectory)  # refuses a base of another digest
     model.save_pretrained(output)
     if tokenizer is not None:
@@ -59,9 +65,14 @@ def run_replay(arguments: Replay) -> None:
     trajectory.to_safetensors(output / SHIPPING_NAME)  # what was trained once is known by these two
     if (beside / REPORT_FILE).is_file():
         shutil.copyfile(beside / REPORT_FILE, output / REPORT_FILE)
+        if average != shipped:
+            report = replace(PrivacyReport.load(output), average_last=average)
+            bound_to(report, output).save(output)
     made, all_of = trajectory.shipped_step, len(trajectory.releases)
     print(f"replayed {all_of if made is None else f'{made} of {all_of}'} steps into {output}")
-    if arguments.expect is not None or weight_files(beside):
+    if average > 1:
+        print(f"the weights are the mean of those after each of the last {average} steps")
+    if arguments.expect is not None or (average == shipped and weight_files(beside)):
         _compare(output, Path(arguments.expect or beside))
 
 

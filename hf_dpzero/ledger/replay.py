@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from hf_dpzero.ledger.digests import digest_model
@@ -210,19 +211,36 @@ def apply_release(
     space.step_(list(update), list(update.values()), decay=decay, defer=defer, ages=ages)
 
 
-def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) -> None:
+def replay(
+    model: nn.Module,
+    trajectory: Trajectory,
+    upto: int | None = None,
+    average_last: int | None = None,
+) -> None:
     """Rebuilds the trained weights in place from the base model and the public log, bit for bit.
 
     Args:
       model: the base model, as it was before training (its digest is checked).
       trajectory: a replayable log.
       upto: stop before this step; None for the weights that were shipped with the log.
+      average_last: N, the mean of the weights after each of the last N steps, all post-processing of
+        the log; 1 for the last alone; None for what was shipped with the log. More than one needs 8
+        bytes more for each trained parameter: sums are float64, where those of float32 weights on
+        their grids are exact.
 
     Raises:
-      LedgerError: another base model, other trainable tensors, or a log that cannot be replayed.
+      LedgerError: another base model, other trainable tensors, a log that cannot be replayed, or one
+        of fewer steps than are to be averaged.
     """
     header = trajectory.header
     upto = trajectory.shipped_step if upto is None else upto
+    releases = trajectory.releases[:upto]
+    count = trajectory.average_last if average_last is None else average_last
+    if not 1 <= count <= max(len(releases), 1):
+        raise LedgerError(
+            f"average_last={count} must be between 1 (the last weights alone) and the "
+            f"{len(releases)} steps that made these weights."
+        )
     if not header["replayable"]:
         raise LedgerError(
             "this run released whole vectors, not numbers along public directions "
@@ -242,7 +260,13 @@ def replay(model: nn.Module, trajectory: Trajectory, upto: int | None = None) ->
         parameter.requires_grad_(name in trained)
     space = space_from_header(model, header)
     space.snap_()  # training starts on the grid of representable steps, and so must its repetition
-    for release in trajectory.releases:
-        if upto is not None and release.step >= upto:
-            break
-        apply_release(space, trajectory, release)
+    averaged = space.tensors if count > 1 else []
+    sums = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in averaged]
+    with torch.no_grad():
+        for release in releases:
+            apply_release(space, trajectory, release)
+            if release.step >= len(releases) - count:
+                for total, tensor in zip(sums, averaged, strict=True):
+                    total += tensor
+        for total, tensor in zip(sums, averaged, strict=True):
+            tensor.copy_(total / count)

@@ -83,6 +83,8 @@ class Trajectory:
       appended: the list itself, without waiting, for code that shows nothing of them before `wait`.
       shipped_step: so many releases made the weights that lie beside the file: those of an earlier step,
         where it evaluated best. None: all of them.
+      average_last: the weights that lie beside the file are the mean of those after each of so many
+        steps, up to `shipped_step`. 1: of the last alone.
 
     Raises:
       LedgerError: another format version, or releases that do not fit the header.
@@ -100,6 +102,7 @@ class Trajectory:
                 "have other numbers; use that release."
             )
         self.shipped_step: int | None = None
+        self.average_last = 1
         self.path: Path | None = None
         self._lock: IO[bytes] | None = None
         self._size = 0
@@ -359,6 +362,8 @@ class Trajectory:
             "learning_rates": rates,
         }
         shipped = {} if self.shipped_step is None else {"shipped_step": self.shipped_step}
+        if self.average_last > 1:
+            shipped["average_last"] = self.average_last
         header = json.dumps({**self.header, **shipped}, sort_keys=True)
         metadata = {"header": header, "crc32": str(_checksum(header, tensors))}
         partial = f"{path}.partial"
@@ -386,9 +391,10 @@ class Trajectory:
         )
         releases = [Release(step, tuple(values), rate) for step, values, rate in rows]
         header = json.loads(metadata["header"])
-        shipped = header.pop("shipped_step", None)  # the ledger's header has none, nor its digest
+        # the ledger's header has neither, nor its digest
+        shipped, average = header.pop("shipped_step", None), header.pop("average_last", 1)
         trajectory = cls(header, releases)
-        trajectory.shipped_step = shipped
+        trajectory.shipped_step, trajectory.average_last = shipped, average
         return trajectory
 
 

@@ -81,6 +81,8 @@ class PrivacyReport:
       planned_steps: steps the plan allowed.
       shipped_step: the weights are those after so many steps, where an earlier step than the last
         evaluated best; `epsilon` is of all steps. None: the weights are those of the last step.
+      average_last: the weights are the mean of those after each of so many steps up to there, which
+        costs nothing (post-processing of the releases); 1: of the last alone.
       noise_multiplier: noise scale on the sum, in units of `clip`.
       clip: bound C on one example's contribution, in loss units per unit of smoothing; inf if none.
       schedules: what changes over the steps, in words, by "noise" and "clip"; empty where nothing does,
@@ -141,6 +143,7 @@ class PrivacyReport:
     steps: int
     planned_steps: int
     shipped_step: int | None
+    average_last: int
     noise_multiplier: float
     clip: float
     schedules: dict[str, str]
@@ -212,6 +215,7 @@ class PrivacyReport:
         delta: float,
         plan: PrivacyPlan | None = None,
         shipped_step: int | None = None,
+        average_last: int = 1,
     ) -> PrivacyReport:
         """Reports what the first steps of a ledger spent, never more than was run.
 
@@ -221,7 +225,7 @@ class PrivacyReport:
           steps: releases that count, 0..plan.steps.
           delta: at which epsilon is computed.
           plan: the header's, where it is made already.
-          shipped_step: of the trajectory; see the attribute.
+          shipped_step, average_last: of the trajectory; see the attributes.
 
         Returns:
           The report, of no weights yet.
@@ -256,6 +260,7 @@ class PrivacyReport:
             noise_source=noise_name(plan, header["noise_source"]),
             private=why_not is None,
             shipped_step=shipped_step,
+            average_last=average_last,
             log_private_diagnostics=logged,
             parts=parts_of(plan, delta, steps, header.get("extends", ())),
             weights_digest=None,
@@ -314,7 +319,8 @@ class PrivacyReport:
         """
         # Keys that later versions added: an older report goes on being read.
         older = {**dict.fromkeys(("groups", "forward_passes", "processes"), ""), "set_aside": {}}
-        values = {"learning_rate": None, "shipped_step": None, **older, **values}
+        since = {"learning_rate": None, "shipped_step": None, "average_last": 1}
+        values = {**since, **older, **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
         if wrong:
@@ -388,6 +394,8 @@ class PrivacyReport:
         shipped = (
             "" if self.shipped_step is None else f"; the weights are of step {self.shipped_step}"
         )
+        if self.average_last > 1:
+            shipped += f"; the weights are the mean of {self.average_last} steps' up to there"
         return [
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", mechanism),

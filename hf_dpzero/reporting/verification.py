@@ -60,9 +60,8 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
     header = trajectory.header
     plan = PrivacyPlan.from_dict(header["plan"])
     steps = counted_steps(header, trajectory.next_step)
-    found = PrivacyReport.from_header(
-        header, steps=steps, delta=report.delta, plan=plan, shipped_step=trajectory.shipped_step
-    )
+    shipped = {name: getattr(trajectory, name) for name in ("shipped_step", "average_last")}
+    found = PrivacyReport.from_header(header, steps=steps, delta=report.delta, plan=plan, **shipped)
     # A sweep replaces what its trials say, by an entry and the target of the whole.
     if isinstance(report.tuning, dict) and found.tuning in ("not_accounted", report.tuning):
         found, aim = found.with_tuning(report.tuning, plan), report.target_epsilon

@@ -16,6 +16,7 @@ import yaml
 from hf_dpzero.cli import main
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
+from hf_dpzero.reporting.verification import report_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -371,6 +372,25 @@ def test_replay_rebuilds_the_weights_without_the_data(trained, tmp_path, capsys)
     assert "replayed 3 steps" in out and "bit for bit" in out
     assert (rebuilt / "tokenizer.json").is_file()
     assert "own folder" in fail(capsys, *words, published)
+
+
+def test_a_replayed_average_is_a_run_of_its_own_report(trained, recipe, tmp_path, capsys):
+    """It costs what the run cost, can be pushed, and can be replayed and compared like a run."""
+    words = ["replay", "--base", trained / "recipe.yaml", "--trajectory"]
+    mean = tmp_path / "mean"
+    average = ("--output_dir", mean, "--average_last")
+    assert "mean of those after each of the last 2" in run(capsys, *words, trained, *average, 2)
+    run_report, report = read(trained / "privacy_report.json"), report_of(mean)
+    assert (report.average_last, report.epsilon) == (2, run_report["epsilon"])
+    assert report.weights_digest != run_report["weights_digest"]
+    assert "mean of 2 steps" in str(report)
+    assert str(mean / "hub") in run(capsys, "push", mean, "--repo_id", "me/tiny", "--dry_run")
+    again = ("--output_dir", tmp_path / "again")
+    assert f"equal those in {mean}, bit for bit" in run(capsys, *words, mean, *again)
+    last = ("--output_dir", tmp_path / "last", "--average_last", 1, "--expect", trained)
+    assert "bit for bit" in run(capsys, *words, mean, *last)
+    for wrong in (0, 4):  # of three steps
+        assert f"average_last={wrong}" in fail(capsys, *words, trained, *average, wrong)
 
 
 def test_replay_refuses_other_weights_another_base_and_a_damaged_trajectory(

@@ -32,7 +32,7 @@ from hf_dpzero.reporting.wording import round_up, weak_claims
 KEYS = """
     target_epsilon target_delta epsilon planned_epsilon delta accountant neighboring_relation
     privacy_unit sampling
-    sampling_probability expected_batch_size num_examples steps planned_steps shipped_step
+    sampling_probability expected_batch_size num_examples steps planned_steps shipped_step average_last
     noise_multiplier clip schedules groups direction num_directions learning_rate
     noise_source private method log_private_diagnostics tuning
     earlier_runs set_aside base_weights forward_passes processes parts weights_digest statement

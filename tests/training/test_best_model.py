@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from hf_dpzero import Trajectory
+from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME
 from hf_dpzero.reporting import hub
@@ -63,9 +64,11 @@ def build_best(folder: Path, *callbacks: Any, model: Any = None, **settings: Any
     return build(folder, model, trainer_settings=given, **{**BEST, **settings})
 
 
-def replayed(trajectory: Trajectory, upto: int | None = None, model: Any = None) -> Any:
+def replayed(
+    trajectory: Trajectory, upto: int | None = None, model: Any = None, last: int | None = None
+) -> Any:
     model = tiny_model() if model is None else model
-    replay(model, trajectory, upto)
+    replay(model, trajectory, upto, last)
     return weights(model)
 
 
@@ -291,3 +294,40 @@ def test_sigterm_at_the_end_never_saves_the_best_weights_under_the_last_step(
     resumed = build_best(tmp_path, save_strategy="best")
     resumed.train(resume_from_checkpoint=True)
     assert resumed.privacy_report().shipped_step == 4
+
+
+# ---------------------------------------------------------------- the average of the last steps
+
+
+def test_a_replayed_average_is_the_mean_of_the_weights_that_a_run_had(tmp_path: Path) -> None:
+    """Also with momentum and weight decay, whose updates depend on what came before."""
+    every = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    terms = {"update_rule": "momentum", "weight_decay": 0.1}
+    trainer = build(tmp_path, **every, **terms, **SECRET)
+    trainer.train()
+    trainer.save_model()
+    saved = [load_file(folder / "model.safetensors") for folder in complete_checkpoints(tmp_path)]
+    shipped = Trajectory.load(tmp_path / SHIPPING_NAME)
+    for last, upto in ((4, None), (6, None), (2, 5)):
+        model = tiny_model()
+        replay(model, shipped, upto, average_last=last)
+        of = saved[:upto][-last:]
+        assert len(of) == last
+        expected = {name: sum(each[name].double() for each in of) / last for name in of[0]}
+        assert same(weights(model), {name: mean.float() for name, mean in expected.items()})
+    assert not same(weights(model), saved[4])
+    for last, upto in ((0, None), (-1, None), (7, None), (3, 2)):
+        with pytest.raises(LedgerError, match=f"average_last={last} must be between 1"):
+            replay(tiny_model(), shipped, upto, average_last=last)
+
+
+def test_an_average_ends_at_the_step_that_was_shipped(tmp_path: Path) -> None:
+    build_best(tmp_path).train()
+    ledger = Trajectory.load(tmp_path / LEDGER_NAME)
+    ledger.average_last, ledger.shipped_step = 2, 4
+    ledger.to_safetensors(tmp_path / "two.safetensors")
+    two = replayed(Trajectory.load(tmp_path / "two.safetensors"))
+    third, fourth = replayed(ledger, upto=3, last=1), replayed(ledger, upto=4, last=1)
+    mean = {name: ((third[name].double() + fourth[name].double()) / 2).float() for name in third}
+    assert same(two, mean) and not same(two, fourth)
+    assert Trajectory.load(tmp_path / "two.safetensors").digest() == ledger.digest()
