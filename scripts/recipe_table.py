@@ -1,9 +1,10 @@
 """The table of a folder of recipes: what each one runs, and what the DPZero paper reports for it.
 
 `recipes/README.md` is written by `python -m scripts.recipe_table recipes`. What a recipe runs is read
-from its YAML file, the hardware it needs from the line `Hardware: ...` of its header. The paper's
-numbers (Zhang et al. 2024, arXiv:2310.09639, Tables 2, 4 and 5) stand in `paper_results.csv` beside the
-recipes and nowhere else; `reported` makes the sentence of them that headers quote.
+from its YAML file, the hardware it needs from the line `Hardware: ...` of its header. The papers'
+numbers (Zhang et al. 2024, arXiv:2310.09639, Tables 2, 4 and 5; Bao et al. 2025, K = 64) stand in
+`paper_results.csv` beside the recipes and nowhere else; `reported` makes the sentence of them that
+headers quote.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 from hf_dpzero.recipes.catalogue import (
     Reported,
+    arm_of,
     budget_of,
-    method_of,
     model_of,
     read_reported,
     reported,
@@ -79,7 +80,8 @@ hf-dpzero compare recipes/trec/minilm-dpzero.yaml --methods dpzero,dp-sgd,dp-ada
 
 n is the number of training rows, which the accounting uses; B the expected batch; T the steps. What the
 paper reports (Zhang et al. 2024, arXiv:2310.09639) is what its own code reached, mean ± standard error
-of three seeds, from [`paper_results.csv`](paper_results.csv).
+of three seeds, from [`paper_results.csv`](paper_results.csv). Figures with K = 64 directions are those
+of DP-AggZO (Bao et al. 2025, USENIX Security), one seed each.
 """
 
 
@@ -141,7 +143,7 @@ def _cells(path: Path, folder: Path, numbers: Sequence[Reported]) -> list[str]:
         f"[`{name}`]({name})",
         NAMES[recipe["task"]],
         model_of(recipe),
-        method_of(recipe),
+        arm_of(recipe),
         trained_of(recipe),
         budget_of(recipe),
         f"{num_examples(recipe):,} / {recipe['expected_batch_size']:,} / {recipe['max_steps']:,}",

@@ -1,7 +1,7 @@
 """What the shipped recipes run, in words, and what the DPZero paper reports for them.
 
-The paper's numbers (Zhang et al. 2024, arXiv:2310.09639, Tables 2, 4 and 5) stand in
-`paper_results.csv` beside the recipes and nowhere else.
+The paper's numbers (Zhang et al. 2024, arXiv:2310.09639, Tables 2, 4 and 5), and those of K = 64 (Bao et
+al. 2025, DP-AggZO, Tables 1 and 2), stand in `paper_results.csv` beside the recipes and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PAPER = "paper_results.csv"
 
 @dataclass(frozen=True)
 class Reported:
-    """One number of the paper: accuracy or F1 in %, mean over three seeds.
+    """One number of a paper: accuracy or F1 in %, mean over three seeds; of Bao et al. one seed.
 
     Attributes:
-      table: its table in the paper.
-      model, task, method: what was run; method "zero-shot" is the untrained model.
+      table: its table in the paper, and whose, where that is not Zhang et al.
+      model, task, method: what was run (`arm_of`); method "zero-shot" is the untrained model.
       epsilon: None without privacy.
       mean: as printed, e.g. "91.8".
       standard_error: as printed, or "".
     """
 
-    table: int
+    table: str
     model: str
     task: str
     method: str
@@ -52,7 +52,7 @@ def read_reported(folder: Path) -> list[Reported]:
         return []
     with path.open(encoding="utf-8", newline="") as file:
         return [
-            Reported(int(row.pop("table")), epsilon=int(row.pop("epsilon") or 0) or None, **row)
+            Reported(epsilon=int(row.pop("epsilon") or 0) or None, **row)
             for row in csv.DictReader(file)
         ]
 
@@ -66,7 +66,7 @@ def reported(numbers: Sequence[Reported], recipe: Mapping[str, Any]) -> str:
         return ""
     wanted = (model_of(recipe), recipe["task"])
     of_task = [n for n in numbers if (n.model, n.task) == wanted]
-    ours = [n for n in of_task if n.method == method_of(recipe)]
+    ours = [n for n in of_task if n.method == arm_of(recipe)]
     if not ours:
         return ""
     ours.sort(key=lambda n: n.epsilon or 0)
@@ -91,6 +91,16 @@ def method_of(recipe: Mapping[str, Any]) -> str:
     method = str(recipe["method"])
     on_adapters = {"dp-adamw": "dp-lora", "adamw": "lora"}
     return on_adapters.get(method, method) if recipe.get("peft_method") == "lora" else method
+
+
+def arm_of(recipe: Mapping[str, Any]) -> str:
+    """Returns `method_of`, and K where a step has several directions.
+
+    >>> arm_of({"method": "dpzero", "num_directions": 64})
+    'dpzero-k64'
+    """
+    directions = recipe.get("num_directions", 1)
+    return method_of(recipe) + (f"-k{directions}" if directions > 1 else "")
 
 
 def budget_of(recipe: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.recipes.build import build_trainer
+from hf_dpzero.recipes.catalogue import method_of
 from hf_dpzero.recipes.recipe import load_recipe, read_recipe
 from scripts import recipe_table
 from scripts.benchmarks.shapes import build_config
@@ -35,7 +36,15 @@ ROBERTA_METHODS = ("dpzero", "dp-adamw", "dp-lora", "mezo", "adamw", "lora")
 OPT_TASKS = ("sst2", "boolq", "squad", "drop")
 OPT_SIZES = ("1.3b", "2.7b", "6.7b", "13b")
 GENERATED = ("squad", "drop")
+AGGREGATED = {  # K = 64: c, eta, B of Bao et al. 2025 (their README, opt/examples/dpaggzo.sh)
+    "sst2/roberta-large-dpzero-k64.yaml": (5, 8e-5, 64),  # those of MNLI: not searched
+    "mnli/roberta-large-dpzero-k64.yaml": (5, 8e-5, 64),
+    "trec/roberta-large-dpzero-k64.yaml": (5, 8e-5, 64),  # those of MNLI: not searched
+    "sst2/opt-1.3b-dpzero-k64.yaml": (25, 5e-6, 64),
+    "squad/opt-1.3b-dpzero-k64.yaml": (2, 6e-5, 64),
+}
 PROMPTED = {
+    *AGGREGATED,
     *(f"{t}/roberta-large-{method}.yaml" for t in ROBERTA_TASKS for method in ROBERTA_METHODS),
     *(
         f"{task}/opt-{size}-{method}.yaml"
@@ -49,6 +58,7 @@ TRAINED = {  # one for each architecture, method, precision and kind of answer
     "sst5/roberta-large-mezo.yaml",
     "snli/roberta-large-dp-adamw.yaml",
     "mnli/roberta-large-dp-lora.yaml",
+    "mnli/roberta-large-dpzero-k64.yaml",
     "rte/roberta-large-adamw.yaml",
     "trec/roberta-large-lora.yaml",
     "sst2/opt-1.3b-dpzero.yaml",
@@ -81,7 +91,7 @@ def settings_of(name: str) -> tuple[str, str, str, str]:
     recipe = values(name)
     family = recipe_table.model_of(recipe).split("-")[0]
     kind = "generation" if recipe["task"] in GENERATED else "label words"
-    return family, recipe_table.method_of(recipe), recipe.get("torch_dtype", "float32"), kind
+    return family, method_of(recipe), recipe.get("torch_dtype", "float32"), kind
 
 
 def test_every_method_of_the_papers_tables_has_a_recipe_and_nothing_else_prompts():
@@ -89,7 +99,7 @@ def test_every_method_of_the_papers_tables_has_a_recipe_and_nothing_else_prompts
     ours = {name for name in names if "/smollm2-" in name}  # no paper's
     assert {name for name in names if "prompt" in values(name)} == PROMPTED | ours
     run = {
-        (recipe_table.model_of(values(n)), values(n)["task"], recipe_table.method_of(values(n)))
+        (recipe_table.model_of(values(n)), values(n)["task"], recipe_table.arm_of(values(n)))
         for n in PROMPTED
     }
     in_paper = {(n.model, n.task, n.method) for n in NUMBERS if n.method != "zero-shot"}
@@ -140,7 +150,11 @@ def test_the_header_quotes_the_papers_numbers_and_no_others():
 
 def test_reported_numbers_are_the_papers():
     """Spot checks: Zhang et al. 2024, Tables 2, 4 and 5; the larger budget is never worse by 0.1."""
-    assert len(NUMBERS) == 6 * 10 + 3 * 4 * 4
+    assert len(NUMBERS) == 6 * 10 + 3 * 4 * 4 + 2 * len(AGGREGATED)
+    of_64 = values("mnli/roberta-large-dpzero-k64.yaml")
+    assert recipe_table.reported(NUMBERS, of_64) == (
+        "74.1 % at epsilon = 2, 76.4 % at epsilon = 6, 48.8 % zero-shot (Table 1 of Bao et al. 2025)"
+    )
     zero_order = values("sst2/roberta-large-dpzero.yaml")
     assert recipe_table.reported(NUMBERS, zero_order) == (
         "91.8 ± 0.1 % at epsilon = 2, 92.2 ± 0.3 % at epsilon = 6, 79.0 % zero-shot (Table 2)"
@@ -155,7 +169,7 @@ def test_reported_numbers_are_the_papers():
     )
     budgets = {(n.model, n.task, n.method, n.epsilon): float(n.mean) for n in NUMBERS}
     pairs = [key for key in budgets if key[3] == 2]
-    assert len(pairs) == 3 * 6 + 3 * 4
+    assert len(pairs) == 3 * 6 + 3 * 4 + len(AGGREGATED)
     assert all(budgets[key] < budgets[(*key[:3], 6)] for key in pairs)
 
 
@@ -177,10 +191,13 @@ def epsilon_of(noise_multiplier: float, num_examples: int, batch: int, steps: in
 
 @pytest.mark.parametrize("task", [*ROBERTA_TASKS, "opt"])
 def test_the_stated_noise_costs_the_stated_budget(task):
-    settings, pattern = [("methods/_opt-dpzero.yaml", 1_000, 8, 20_000)], "noise of ([\\d.]+) C "
+    settings = [("methods/_opt-dpzero.yaml", 1_000, 8, 20_000)]
+    settings += [("methods/_opt-dpzero-k64.yaml", 1_000, 64, 1_000)]
+    pattern = "noise of ([\\d.]+) C "
     if task != "opt":
         pattern = "deviation ([\\d.]+) C/B "
         names = [f"{task}/roberta-large-{m}.yaml" for m in ("dpzero", "dp-adamw", "dp-lora")]
+        names += {f"{task}/roberta-large-dpzero-k64.yaml"} & AGGREGATED.keys()
         settings = [
             (n, recipe_table.num_examples(values(n)), 64, values(n)["max_steps"]) for n in names
         ]
@@ -192,7 +209,7 @@ def test_the_stated_noise_costs_the_stated_budget(task):
 
 def test_settings_are_the_papers():
     """Zhang et al. 2024, Tables 8 and 10 and Appendix B.2; texts fit the published models."""
-    for name in sorted(PROMPTED):
+    for name in sorted(PROMPTED - AGGREGATED.keys()):
         recipe = values(name)
         opt, first_order = "opt" in name, recipe["method"] in ("adamw", "dp-adamw")
         assert recipe["prompt"] == ("causal_lm" if opt else "masked_lm")
@@ -220,6 +237,23 @@ def test_settings_are_the_papers():
             assert recipe["clip"] in ((0.1, 0.5, 1, 10) if first_order else clips)
             assert (recipe["target_epsilon"], recipe["target_delta"]) == (2, 1e-5)
         assert ("clip" in recipe) == (recipe["method"] not in ("mezo", "adamw"))
+
+
+def test_settings_of_many_directions_are_their_papers():
+    """C = K c and rate = eta / K: theirs are of the mean of the K differences, ours of their sum."""
+    for name, (clip, rate, batch) in AGGREGATED.items():
+        recipe = values(name)
+        assert (recipe["num_directions"], recipe["differences"]) == (64, "forward")
+        assert recipe["clip"] == 64 * clip
+        assert recipe["learning_rate"] == pytest.approx(rate / 64, rel=0.01)
+        assert (recipe["expected_batch_size"], recipe["max_steps"]) == (batch, 1_000)
+        assert (recipe["target_epsilon"], recipe["target_delta"]) == (2, 1e-5)
+        of_one = values(name.replace("-k64", ""))
+        changed = {key for key in recipe if recipe[key] != of_one.get(key)}
+        assert changed <= {
+            *("num_directions", "differences", "clip", "learning_rate", "expected_batch_size"),
+            *("max_steps", "eval_steps", "save_steps", "output_dir"),
+        }
 
 
 def test_the_table_is_current():
