@@ -383,6 +383,11 @@ def is_language_model(model: nn.Module) -> bool:
     return _fitting(model, _BUILT_IN) in (causal_lm_objective, masked_lm_objective)
 
 
+def is_classifier(model: nn.Module) -> bool:
+    """Whether this package knows the model as a classifier of whole examples."""
+    return _fitting(model, {**_BUILT_IN, **_REGISTERED}) is sequence_classification_objective
+
+
 def _fitting(model: nn.Module, known: dict[str, PerExampleLoss]) -> PerExampleLoss | None:
     base = base_model(model)
     for parent in type(base).__mro__:

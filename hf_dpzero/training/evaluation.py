@@ -1,4 +1,4 @@
-"""Evaluation: losses of objectives that predict; metrics of groups, and of the worst-off one."""
+"""Evaluation: rows by length, losses of objectives that predict; metrics of groups, and of the worst."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 from transformers import EvalPrediction, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from hf_dpzero.checks.overrides import overriding
 from hf_dpzero.estimators.random_state import isolated_randomness
+from hf_dpzero.objectives.heads import is_classifier
 from hf_dpzero.objectives.losses import Inputs, classification_losses
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.privacy.group_losses import metric_keys, places
@@ -32,6 +36,74 @@ Metrics = Callable[[EvalPrediction], dict[str, float]]
 _SMALLER_IS_BETTER = re.compile(
     r"(^|_)(loss|nll|perplexity|ppl|error|mse|rmse|mae|wer|cer|brier|ece)(_|$)", re.IGNORECASE
 )
+
+
+class RowOrder(SequentialSampler):
+    """Evaluation rows in the order of their data, or another that is set for one evaluation.
+
+    Attributes:
+      order: row numbers, int [n]; None for that of the data.
+    """
+
+    order: np.ndarray | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        return super().__iter__() if self.order is None else iter(self.order.tolist())
+
+    def restored(self, value: Any) -> Any:
+        """Returns arrays of rows that were evaluated in this order in that of the data."""
+        return value if self.order is None else _taken(value, np.argsort(self.order))
+
+    def metrics(self, compute: Metrics | None) -> Metrics | None:
+        """Has metrics see rows in the order of the data."""
+        if compute is None or self.order is None:
+            return compute
+        places = np.argsort(self.order)
+        return lambda prediction: compute(_rows_of(prediction, places))
+
+
+def longest_first(trainer: Any, loader: Any) -> RowOrder:
+    """Has a loader's rows come by their number of tokens, where what is shown of them stays the same.
+
+    A batch is padded to its longest row: in the order of the data half of it may be padding. Rows stay
+    in order where a batch's loss is no mean over rows (that of language models is one over tokens),
+    and where functions of the user's see batches or their order.
+
+    Args:
+      trainer: evaluates.
+      loader: of its evaluation rows, or another.
+
+    Returns:
+      The loader's order, to be set to None afterwards; of other loaders one that is not set.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # of several processes: around another
+    rows, args, own = getattr(batches, "sampler", None), trainer.args, trainer.per_example_loss
+    if not isinstance(rows, RowOrder):
+        return RowOrder(())
+    replaced = ("evaluation_loop", "prediction_step", "compute_loss")
+    tells = (
+        any(overriding(type(trainer), name)[0] for name in replaced),
+        *(trainer.compute_loss_func, trainer.preprocess_logits_for_metrics),
+        *(args.batch_eval_metrics, not args.eval_do_concat_batches),
+        *(args.include_for_metrics, args.dataloader_drop_last),
+    )
+    by_row = own is None and is_classifier(trainer.model)
+    if (by_row or isinstance(own, PromptObjective)) and not any(tells):
+        lengths = _lengths(rows.data_source)
+        rows.order = None if lengths is None else np.argsort(-lengths, kind="stable")
+    return rows
+
+
+def _lengths(dataset: Any) -> np.ndarray | None:
+    """Tokens of each row, int [n]; None of data that makes its rows on access, or has no tokens."""
+    if not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
+        return None
+    column = dataset.with_format("arrow", columns=["input_ids"])[:]["input_ids"]
+    listed = str(column.type).partition("<")[0].endswith("list")
+    if dataset.format["type"] == "custom" or not listed or column.null_count:
+        return None
+    return np.asarray(pc.list_value_length(column), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -123,11 +195,8 @@ def by_group(
             return whole | _unmatched("prediction")
         parts: dict[str, Mapping[str, Any]] = {}
         for key, rows in groups.rows.items():
-            names = ("predictions", "label_ids", "inputs", "losses")
-            fields = {name: getattr(prediction, name, None) for name in names}
-            own = {name: _taken(v, rows) for name, v in fields.items() if v is not None}
             try:
-                parts[key] = compute(EvalPrediction(**own))
+                parts[key] = compute(_rows_of(prediction, rows))
             except (ValueError, ArithmeticError, LookupError) as error:
                 kind = type(error).__name__
                 logger.warning_once(
@@ -192,12 +261,18 @@ def _named(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return single | {f"worst_group_{m}": worst[m](values) for m, values in every.items()}
 
 
+def _rows_of(prediction: EvalPrediction, rows: np.ndarray) -> EvalPrediction:
+    names = ("predictions", "label_ids", "inputs", "losses")
+    fields = {name: getattr(prediction, name, None) for name in names}
+    return EvalPrediction(**{n: _taken(v, rows) for n, v in fields.items() if v is not None})
+
+
 def _taken(value: Any, rows: np.ndarray) -> Any:
     if isinstance(value, Mapping):
         return type(value)({k: _taken(v, rows) for k, v in value.items()})  # type: ignore[call-arg]
     if isinstance(value, tuple | list):
         return type(value)(_taken(v, rows) for v in value)
-    return value[rows]
+    return None if value is None else value[rows]
 
 
 def _rows(labels: object) -> int:

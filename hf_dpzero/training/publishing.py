@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer
 from transformers.utils import logging
 
@@ -187,19 +187,25 @@ class PublishingTrainer(Trainer):
         self._evaluated = super().get_test_dataloader(test_dataset), test_dataset
         return self._evaluated[0]
 
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        given = super()._get_eval_sampler(eval_dataset)  # None: in order, of several processes
+        in_order = given is None or type(given) is SequentialSampler
+        return evaluation.RowOrder(eval_dataset) if in_order else given
+
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
         """As in Trainer, with metrics of each group where `group_robust.column` is set.
 
-        A loader of private training rows, made by hand, is refused. Groups' losses, where there is no
-        `compute_metrics`, take a forward pass of their own.
+        Rows of prompts and classifications run by length, the longest first, and what comes of them
+        is in the order of the data. A loader of private training rows, made by hand, is refused.
+        Groups' losses, where there is no `compute_metrics`, take a forward pass of their own.
         """
         known, rows = self._evaluated
         if dataloader is not known:
             own = getattr(dataloader, "dataset", None)
             self.refuse_private(self.train_dataset if isinstance(own, StepBatches) else own)
         groups = evaluation.groups_of_rows(self.args, rows) if dataloader is known else None
-        compute = self.compute_metrics
-        self.compute_metrics = evaluation.by_group(compute, groups, self.args)
+        compute, order = self.compute_metrics, evaluation.longest_first(self, dataloader)
+        self.compute_metrics = order.metrics(evaluation.by_group(compute, groups, self.args))
         self._losses = [] if groups is not None and compute is None else None
         self.shard_()
         # Trainer prepares, and so wraps, a model that Accelerate does not know.
@@ -212,12 +218,13 @@ class PublishingTrainer(Trainer):
                 output = super().evaluation_loop(dataloader, *args, **settings)
             if groups is not None and self._losses:
                 prefix = args[3] if len(args) > 3 else settings.get("metric_key_prefix", "eval")
-                found = groups.losses(torch.cat(self._losses).numpy())
+                found = groups.losses(order.restored(torch.cat(self._losses).numpy()))
                 named = {f"{prefix}_{name}": loss for name, loss in found.items()}
                 (output.metrics or {}).update(named)
-            return output
+            predictions, labels = order.restored((output.predictions, output.label_ids))
+            return output._replace(predictions=predictions, label_ids=labels)
         finally:
-            self.compute_metrics, self._losses = compute, None
+            self.compute_metrics, self._losses, order.order = compute, None, None
             fsdp.give_back(self.model)
 
     def prediction_step(

@@ -117,11 +117,11 @@ def test_a_step_sends_what_is_stated(launch):
         assert row == 8 * 2 and (sent - fixed) % row == 0 and sent >= fixed
 
 
-def test_evaluation_has_the_loss_of_one_process(launch, tmp_path):
-    """40 rows are whole batches, so none is repeated to fill a round."""
+def test_evaluation_has_the_loss_and_scores_of_one_process(launch, tmp_path):
+    """32 rows are whole batches, so none is repeated to fill a round."""
     expected = several.evaluated(tmp_path)
     for told in launch.told:
-        assert math.isclose(told["eval_loss"], expected, rel_tol=1e-6)
+        assert told["evaluated"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(one, launch, tmp_path):
