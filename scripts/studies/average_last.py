@@ -53,8 +53,10 @@ def run(made: DPZeroTrainer, base: Any, settings: Any) -> dict[str, float]:
     return found
 
 
-def study(data: Path, output: Path, steps: int, seeds: int, cells: list[tuple[str, float, str]]):
-    """Runs what results.jsonl lacks; returns all of it."""
+def study(
+    data: Path, output: Path, more: list[str], seeds: int, cells: list[tuple[str, float, str]]
+):
+    """Runs what results.jsonl lacks, with more settings; returns all of it."""
     file = output / "results.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {(row["task"], row["epsilon"], row["rate"], row["seed"]) for row in rows}
@@ -65,7 +67,7 @@ def study(data: Path, output: Path, steps: int, seeds: int, cells: list[tuple[st
         folder = output / f"{task}-{epsilon}-{rate}-{seed}"
         words = ["--train_file", data / task / "train.jsonl", "--save_strategy", "no"]
         words += ["--validation_file", data / task / "validation.jsonl", "--eval_strategy", "no"]
-        words += ["--max_steps", steps, "--target_epsilon", epsilon, "--lr_scheduler_type", rate]
+        words += [*more, "--target_epsilon", epsilon, "--lr_scheduler_type", rate]
         words += ["--output_dir", folder, "--disable_tqdm", "true", "--report_to", "none"]
         recipe = load_recipe(RECIPES / task / "minilm-dpzero.yaml", [str(word) for word in words])
         if task not in made:
@@ -103,14 +105,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--tasks", nargs="+", default=["sst2", "trec"])
+    parser.add_argument("--rows", type=int, help="only so many training rows, drawn by subset_seed")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     given.output_dir.mkdir(parents=True, exist_ok=True)
-    cells = list(itertools.product(("sst2", "trec"), (0.5, 2.0), ("constant", "linear")))
+    cells = list(itertools.product(given.tasks, (0.5, 2.0), ("constant", "linear")))
     steps, seeds = (8, 1) if given.quick else (given.steps, given.seeds)
-    rows = study(given.data, given.output_dir, steps, seeds, cells[::4] if given.quick else cells)
+    more = ["--max_steps", str(steps)]
+    more += ["--max_train_samples", str(given.rows)] if given.rows else []
+    rows = study(given.data, given.output_dir, more, seeds, cells[::4] if given.quick else cells)
     text = summary(rows)
     (given.output_dir / "average_last.md").write_text(text + "\n", encoding="utf-8")
     print(text)
