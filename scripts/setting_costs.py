@@ -56,6 +56,11 @@ _MODEL = {
         "architecture": Cost(NOTHING, "sentence_classifier: only a head is evaluated again"),
         "pooling": Cost(NOTHING),
         "normalize": Cost(NOTHING),
+        "features": Cost(NOTHING, "more layers: wider states; layers above them are not run"),
+        "components": Cost(
+            "nothing: they are fitted to public text", "a narrower head", none="the pooled vector"
+        ),
+        "public_file": Cost("nothing, if it is public", none="no components"),
         "pair_features": Cost(NOTHING, "siamese: two texts to encode, a head four times as wide"),
         "head_init": Cost("nothing, with descriptions that were written without the private rows"),
         "label_texts": Cost("nothing; they are published with the recipe", none="no descriptions"),

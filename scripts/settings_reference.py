@@ -25,11 +25,12 @@ CLASSES: Mapping[str, type] = {
 }
 WORDS: Mapping[str, str] = {
     **dict.fromkeys(("logit_scale", "lora_alpha"), "above 0"),
-    **dict.fromkeys(("lora_r", "num_virtual_tokens", "max_new_tokens"), "at least 1"),
+    **dict.fromkeys(("lora_r", "num_virtual_tokens", "max_new_tokens", "components"), "at least 1"),
     **dict.fromkeys(
         ("max_train_samples", "max_eval_samples", "num_examples_per_class"), "at least 1"
     ),
     **{"max_seq_length": "at least 2", "num_demonstrations": "at least 0"},
+    "features": "`last`, `all_layers`, numbers of layers",
     "torch_dtype": "`float32`, `bfloat16`, `float16`, `auto`",
 }
 """Ranges of recipes' settings of model and rows."""

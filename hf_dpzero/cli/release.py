@@ -84,9 +84,13 @@ def _load_base(
     base = str(shipped or base)
     if base.endswith((".yaml", ".yml")):
         from hf_dpzero.recipes.models import load_model
+        from hf_dpzero.tasks import build_task
 
         recipe = load_recipe(base, overrides)
-        return load_model(recipe.model, _task_of(recipe, beside))
+        fitted = beside if recipe.model.components and weight_files(beside) else None
+        fits = recipe.model.components is not None and fitted is None
+        task = build_task(recipe.data) if fits else _task_of(recipe, beside)
+        return load_model(recipe.model, task, fitted=fitted)
     if Path(base).is_file():
         raise ValueError(
             f"--base {base} is a file, and no recipe: give the run's recipe.yaml, or the folder or Hub "

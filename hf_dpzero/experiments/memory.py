@@ -26,6 +26,7 @@ from hf_dpzero.estimators.finite_differences import passes_of
 from hf_dpzero.estimators.per_example_gradients import DENSE_BYTES
 from hf_dpzero.estimators.stacked import AUTO_DIRECTIONS, STACK_BYTES
 from hf_dpzero.objectives.heads import select_objective
+from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.objectives.prompted import selected_logits
 from hf_dpzero.perturbation.trainable import is_prompt, select_trainable
 from hf_dpzero.recipes.adapters import prefix_config, with_adapters
@@ -192,8 +193,7 @@ class MetaModel:
 
         saved = config.model_type == "sentence_classifier"
         if self.arguments.architecture == "sentence_classifier" and not saved:
-            names = ("pooling", "normalize", "logit_scale", "pair_features")
-            settings = {name: getattr(self.arguments, name) for name in names}
+            settings = self.arguments.vector_settings
             encoder = transformers.AutoModel.from_config(config, dtype=dtype)
             return SentenceClassifier.from_encoder(encoder, num_labels=self.num_labels, **settings)
         if self.head == "sequence_classification" and not saved:
@@ -237,10 +237,12 @@ class MetaModel:
 
     def trains_head_alone(self, model: nn.Module) -> bool:
         """Returns True if every trained parameter of the built model comes after the body's layers."""
+        # A sentence_classifier may have left out the upper layers.
+        body: Any = getattr(base_model(model).config, "encoder", None) or self.body
         sizes = {
             name: sum(p.numel() for p in module.parameters())
             for name, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers
+            if isinstance(module, nn.ModuleList) and len(module) == body.num_hidden_layers
         }
         if not sizes:
             raise ValueError(f"{type(model).__name__} has no list of its {self.num_layers} layers.")
@@ -348,8 +350,8 @@ def measured_pass(
         names = ("input_ids", "input_ids_pair") if siamese else ("input_ids",)
         batch = {"labels": zeros(examples), **{name: zeros(examples, length) for name in names}}
         if from_features:
-            width = meta.body.hidden_size * (4 if siamese else 1)
-            features = torch.ones(examples, width, device="meta")
+            config: Any = base_model(model).config
+            features = torch.ones(examples, config.feature_size, device="meta")
             batch = {"sentence_embedding": features, "labels": batch["labels"]}
         select_objective(model)(model, batch)
     return found

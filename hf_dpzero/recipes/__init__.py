@@ -11,6 +11,7 @@ Start reading at `recipe.load_recipe`, then `build.build_trainer`.
 | `build` | how task, model and trainer are made of them |
 | `models`, `adapters` | where a checkpoint comes from; its head; LoRA, prefix, biases |
 | `sentence_classifier` | a sentence encoder with a linear head, and its features computed once |
+| `public_features` | principal components of its features, fitted to public text |
 | `starter` | what `init` writes for a file of the user's own |
 | `catalogue` | what the shipped recipes run, and what the paper reports for them |
 """

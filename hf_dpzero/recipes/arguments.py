@@ -13,14 +13,14 @@ from typing import Any, Literal, get_args
 from hf_dpzero.values import one_of, positive
 
 Architecture = Literal["auto", "sentence_classifier"]
-Pooling = Literal["mean", "cls"]
+Pooling = Literal["mean", "cls", "last"]
 HeadInit = Literal["random", "zero", "label_text"]
 PairFeatures = Literal["joint", "siamese"]
 PeftMethod = Literal["lora", "bitfit", "prefix"]
 _CHOICES: dict[str, tuple[tuple[str | None, ...], str]] = {
     "torch_dtype": (("float32", "bfloat16", "float16", "auto"), "auto takes the checkpoint's"),
     "architecture": (get_args(Architecture), "auto suits whole checkpoints"),
-    "pooling": (get_args(Pooling), "sentence encoders mostly use mean"),
+    "pooling": (get_args(Pooling), "sentence encoders mostly use mean, decoders last"),
     "pair_features": (get_args(PairFeatures), "siamese encodes each text alone"),
     "head_init": (get_args(HeadInit), "random is HF's own"),
     "peft_method": ((None, *get_args(PeftMethod)), "null trains the model"),
@@ -60,8 +60,18 @@ class ModelArguments:
       architecture: "auto" takes the `AutoModelFor...` class of the task; "sentence_classifier"
         puts pooling and a linear head on a bare encoder.
       pooling: how a sentence_classifier turns token states into one vector: "mean" over the
-        attended tokens, or the first token ("cls").
-      normalize: scale the pooled vector to Euclidean length 1 before the head.
+        attended tokens, the first token ("cls"), or the last one ("last"), which alone has read the
+        whole text in a decoder.
+      normalize: scale the pooled vector to Euclidean length 1 before the head; with components,
+        what they leave of it.
+      features: the hidden states that are pooled: "last"; "all_layers", side by side, embeddings
+        first; or numbers of layers with commas, "18,22,26", 0 the embeddings. Layers above the
+        highest one are left out of the model. sentence_classifier only.
+      components: null shows the head the pooled vector; a number k the first k principal components of
+        it, each coordinate standardised and each component divided by the fourth root of its variance,
+        so that directions of small variance count. Fitted once on public_file, kept with the model.
+      public_file: texts (.jsonl, .json, .csv, .tsv or .parquet, in the task's columns, labels not
+        needed), more than `components` of them; public: none is the text of a training row.
       pair_features: what the head sees of a pair of texts: "joint" encodes both as one sequence;
         "siamese" encodes each alone, to a and b, and shows the head [a; b; |a - b|; a * b], four
         times as wide (Conneau et al. 2017, InferSent). sentence_classifier only; what a frozen
@@ -100,6 +110,9 @@ class ModelArguments:
     architecture: Architecture = "auto"
     pooling: Pooling = "mean"
     normalize: bool = True
+    features: str = "last"
+    components: int | None = None
+    public_file: str | None = None
     pair_features: PairFeatures = "joint"
     head_init: HeadInit = "random"
     label_texts: list[str] | None = None
@@ -117,7 +130,8 @@ class ModelArguments:
     def __post_init__(self) -> None:
         for name, (choices, hint) in _CHOICES.items():
             one_of(self, name, choices, hint)
-        positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens")
+        positive(self, "logit_scale", "lora_r", "lora_alpha", "num_virtual_tokens", "components")
+        self._check_features()
         self._check_placement()
         if self.load_in_4bit and self.load_in_8bit:
             raise ValueError("load_in_4bit and load_in_8bit are both set; set one of them.")
@@ -136,6 +150,35 @@ class ModelArguments:
             raise ValueError(
                 "head_init='label_text' describes one text, and with pair_features='siamese' the "
                 "head compares two: set head_init to zero or random, or pair_features to joint."
+            )
+
+    def _check_features(self) -> None:
+        """Refuses layers that are none, and public text without components or the other way round."""
+        numbers = self.features.split(",")
+        whole = all(number.strip().isdecimal() for number in numbers)
+        if self.features not in ("last", "all_layers") and not whole:
+            raise ValueError(
+                f"features={self.features!r} is not last, all_layers or numbers of layers with commas, "
+                "such as 18,22,26."
+            )
+        if (self.components is None) != (self.public_file is None):
+            absent = "components" if self.components is None else "public_file"
+            raise ValueError(
+                f"components={self.components!r} and public_file={self.public_file!r}: components are "
+                f"fitted on public text, so one needs the other; set {absent}, or leave out both."
+            )
+        if self.components is None:
+            return
+        if self.pair_features == "siamese" or self.head_init == "label_text":
+            name = "pair_features" if self.pair_features == "siamese" else "head_init"
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} with components={self.components}: components are of "
+                "whole rows; set pair_features: joint and head_init: zero, or leave components out."
+            )
+        if not self.precompute_features:
+            raise ValueError(
+                f"components={self.components} are fitted to a frozen encoder: set precompute_features: "
+                "true (and trainable: ^classifier)."
             )
 
     def _check_placement(self) -> None:
@@ -164,6 +207,12 @@ class ModelArguments:
                 f"device_map with architecture={self.architecture!r}, whose encoder is moved as a "
                 "whole: use architecture: auto, or leave device_map out."
             )
+
+    @property
+    def vector_settings(self) -> dict[str, Any]:
+        """What `SentenceClassifierConfig` takes of these."""
+        names = ("pooling", "normalize", "features", "components", "logit_scale", "pair_features")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def quantised(self) -> int:

@@ -50,6 +50,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     task = build_task(data)
     recipe.training.plan(len(task.splits["train"]))  # refuses before minutes are spent on encoding
     refuse_training_texts(task)
+    refuse_public_texts(recipe, task)
     model, tokenizer = load_model(recipe.model, task)
     check_context(model, recipe)
     rows, collator = task.tokenize(tokenizer, recipe.model.pair_features), task.collator(tokenizer)
@@ -119,6 +120,24 @@ def refuse_training_texts(task: AnyTask) -> None:
     # The trainer compares tokens or features, which say less: two texts may be cut to the same tokens,
     # and features of one text differ in the last bit.
     PrivateRows(task.splits["train"]).refuse(task.splits["validation"])
+
+
+def refuse_public_texts(recipe: Recipe, task: AnyTask) -> None:
+    """Refuses a public_file with the text of a private row, also of rows that a subset left out.
+
+    Raises:
+      ValueError: see `recipes.public_features.public_rows`.
+    """
+    from hf_dpzero.recipes.public_features import public_rows
+    from hf_dpzero.tasks import build_task
+    from hf_dpzero.tasks.classification import Task
+
+    if recipe.model.public_file is None or not isinstance(task, Task):
+        return
+    whole = dataclasses.replace(recipe.data, max_train_samples=None, num_examples_per_class=None)
+    private = task if whole == recipe.data else build_task(whole)
+    assert isinstance(private, Task)
+    public_rows(private, recipe.model.public_file)
 
 
 def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:

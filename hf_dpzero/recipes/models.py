@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -32,16 +32,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_dpzero.tasks import AnyTask
+    from hf_dpzero.tasks.classification import Task
 
 LANGUAGE_MODELS: dict[str, Any] = {
     "masked_lm": AutoModelForMaskedLM,
     "causal_lm": AutoModelForCausalLM,
 }
+_COMPONENTS = ("public_features.weight", "public_features.bias")
 Loaded = TypeVar("Loaded")
 
 
 def load_model(
-    arguments: ModelArguments, task: AnyTask, adapter: str | None = None
+    arguments: ModelArguments, task: AnyTask, adapter: str | None = None, fitted: Path | None = None
 ) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
     """Loads the model that a recipe describes, and its tokenizer.
 
@@ -55,6 +57,7 @@ def load_model(
       task: `task.head` says which kind of model: "sequence_classification" (the number and names of
         its labels are the task's), "masked_lm" or "causal_lm".
       adapter: folder of a trained adapter, used in place of a fresh one.
+      fitted: folder of weights whose `public_features` are taken; None fits them to `public_file`.
 
     Returns:
       Model in eval mode, and tokenizer.
@@ -91,6 +94,13 @@ def load_model(
     if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     _init_fresh_(model, fresh, arguments.init_seed)
+    if isinstance(model, SentenceClassifier) and _COMPONENTS[0] in fresh:
+        from hf_dpzero.recipes.public_features import fit_public_features_, take_public_features_
+
+        if fitted is None:
+            fit_public_features_(model, tokenizer, cast("Task", task), str(arguments.public_file))
+        else:
+            take_public_features_(model, fitted)
     if fresh and head not in LANGUAGE_MODELS and arguments.head_init != "random":
         _init_head_(model, tokenizer, arguments)
     if adapter is not None:
@@ -101,7 +111,7 @@ def load_model(
 def _check_head(arguments: ModelArguments, task: AnyTask) -> None:
     """Refuses settings of another head or architecture than the task's and the recipe's."""
     prompted = task.head in LANGUAGE_MODELS
-    for_vectors = ("logit_scale", "precompute_features", "pair_features")
+    for_vectors = ("logit_scale", "precompute_features", "pair_features", "features", "components")
     names: tuple[str, ...] = ()
     if prompted:
         names = ("architecture", "head_init", "label_texts", *for_vectors, "pooling", "normalize")
@@ -152,10 +162,9 @@ def _load_classifier(
     if arguments.architecture != "auto" and not trained:
         encoder = fetched(AutoModel.from_pretrained, path, arguments, **settings)
         encoder.config._name_or_path = arguments.model_name_or_path
-        shape = ("pooling", "normalize", "logit_scale", "pair_features")
-        labels |= {name: getattr(arguments, name) for name in shape}
-        model = SentenceClassifier.from_encoder(encoder, **labels)
-        return model, ["classifier.weight", "classifier.bias"]
+        model = SentenceClassifier.from_encoder(encoder, **labels, **arguments.vector_settings)
+        fitted = _COMPONENTS if arguments.components is not None else ()
+        return model, ["classifier.weight", "classifier.bias", *fitted]
     # A trained classifier has labels of its own, which are compared and not overwritten.
     settings |= {} if trained else labels
     load = AutoModelForSequenceClassification.from_pretrained
@@ -165,12 +174,14 @@ def _load_classifier(
             f"the checkpoint has a head for {model.config.num_labels} labels, task {task.name!r} "
             f"has {task.num_labels}; start from another model or task."
         )
-    pairing = getattr(model.config, "pair_features", arguments.pair_features)
-    if pairing != arguments.pair_features:
-        raise ValueError(
-            f"the checkpoint was made with pair_features={pairing!r}, the recipe says "
-            f"{arguments.pair_features!r}; set pair_features: {pairing}."
-        )
+    for name in ("pair_features", "features", "components"):
+        wanted = getattr(arguments, name)
+        made = getattr(model.config, name, wanted)
+        if made != wanted:
+            raise ValueError(
+                f"the checkpoint was made with {name}={made!r}, the recipe says {wanted!r}; set "
+                f"{name}: {'null' if made is None else made}."
+            )
     return model, sorted(info["missing_keys"])
 
 

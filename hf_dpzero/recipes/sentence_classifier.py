@@ -4,7 +4,8 @@ e(x) is the encoder's pooled and, by default, normalised state. W can start from
 label descriptions, which classifies before any training, and is small (classes x width):
 zeroth-order fine-tuning moves few, well-scaled parameters best. Because e(x) does not depend on W,
 it may be computed once and passed as `sentence_embedding`; the encoder is then skipped. For a pair
-of texts that are encoded apart, e(x) is `compare` of the two.
+of texts that are encoded apart, e(x) is `compare` of the two. It may join states of several layers, of
+which a fixed affine map then keeps principal components (`recipes.public_features`).
 
 Importing this module registers the classes with AutoConfig and AutoModelForSequenceClassification.
 """
@@ -34,7 +35,7 @@ from hf_dpzero.batches.shapes import (
     width_of,
 )
 from hf_dpzero.checks.precision import couples_values
-from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.ledger.digests import digest_tensors
 from hf_dpzero.objectives.losses import classification_losses, right_padded
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.recipes.arguments import ModelArguments
@@ -52,8 +53,10 @@ class SentenceClassifierConfig(PreTrainedConfig):
 
     Args:
       encoder: the encoder's configuration, or its `to_dict()`; None is a default BERT.
-      pooling: "mean" over the attended tokens, or "cls", the first attended token.
-      normalize: scale the pooled vector to Euclidean length 1.
+      pooling: "mean" over the attended tokens, or "cls" or "last", the first or last of them.
+      normalize: scale the vector to Euclidean length 1.
+      features: "last", "all_layers" or numbers with commas: the hidden states that are joined.
+      components: how many numbers `public_features`, a fixed affine map, makes of them; None has none.
       logit_scale: fixed factor on the head's output, > 0.
       pair_features: "joint" (one text, or a pair as one sequence) or "siamese" (`compare` of two
         texts that are encoded apart).
@@ -70,6 +73,8 @@ class SentenceClassifierConfig(PreTrainedConfig):
         normalize: bool = True,
         logit_scale: float = 1.0,
         pair_features: str = "joint",
+        features: str = "last",
+        components: int | None = None,
         **settings: Any,
     ) -> None:
         # The recipe's own checks, for settings that come from a file or from Python.
@@ -78,17 +83,37 @@ class SentenceClassifierConfig(PreTrainedConfig):
             pooling=pooling,  # type: ignore[arg-type]
             pair_features=pair_features,  # type: ignore[arg-type]
             logit_scale=logit_scale,
+            features=features,
         )
         if not isinstance(encoder, PreTrainedConfig):
             encoder = AutoConfig.for_model(**{"model_type": "bert", **(encoder or {})})
         self.encoder, self.pair_features = encoder, pair_features
+        self.features, self.components = features, components
         self.pooling, self.normalize, self.logit_scale = pooling, normalize, logit_scale
         super().__init__(**settings)
 
     @property
     def hidden_size(self) -> int:
         """The width H of one text's embedding."""
-        return int(self.encoder.hidden_size)
+        return self.components or self.pooled_size
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The hidden states that are joined; 0 is the embeddings."""
+        depth = int(self.encoder.num_hidden_layers)
+        if self.features in ("last", "all_layers"):
+            return tuple(range(depth + 1))[-1 if self.features == "last" else 0 :]
+        layers = tuple(map(int, self.features.split(",")))
+        if max(layers) > depth or len(set(layers)) < len(layers):
+            raise ValueError(
+                f"features={self.features!r}: the encoder has the layers 0 to {depth}; name each once."
+            )
+        return layers
+
+    @property
+    def pooled_size(self) -> int:
+        """The width of the joined hidden states."""
+        return int(self.encoder.hidden_size) * len(self.layers)
 
     @property
     def feature_size(self) -> int:
@@ -96,10 +121,20 @@ class SentenceClassifierConfig(PreTrainedConfig):
         return self.hidden_size * (4 if self.pair_features == "siamese" else 1)
 
 
-def _without_pooler(encoder: PreTrainedModel) -> PreTrainedModel:
-    # BERT's pooler is not used: it would be saved and perturbed for nothing.
+def _without_unused(encoder: PreTrainedModel, highest: int) -> PreTrainedModel:
+    """Takes off the pooler and the layers above `highest`, which nothing reads."""
+    # They would be saved, run and perturbed for nothing.
     if isinstance(getattr(encoder, "pooler", None), nn.Module):
         encoder.pooler = None  # type: ignore[assignment]
+    config: Any = encoder.config
+    depth = config.num_hidden_layers
+    for module in encoder.modules():
+        if highest < depth and isinstance(module, nn.ModuleList) and len(module) == depth:
+            del module[highest:]
+            config.num_hidden_layers = highest
+            if getattr(config, "layer_types", None) is not None:
+                config.layer_types = config.layer_types[:highest]
+            break
     return encoder
 
 
@@ -117,7 +152,12 @@ class SentenceClassifier(PreTrainedModel):
     def __init__(self, config: SentenceClassifierConfig) -> None:
         super().__init__(config)
         self.num_labels = int(config.num_labels or 2)
-        self.encoder = _without_pooler(AutoModel.from_config(config.encoder))
+        highest = max(config.layers)
+        self.encoder = _without_unused(AutoModel.from_config(config.encoder), highest)
+        self.public_features = None
+        if config.components is not None:
+            self.public_features = nn.Linear(config.pooled_size, config.components)
+            self.public_features.requires_grad_(False)
         self.classifier = nn.Linear(config.feature_size, self.num_labels)
         self.post_init()
 
@@ -132,13 +172,17 @@ class SentenceClassifier(PreTrainedModel):
         Returns:
           The classifier, in eval mode.
         """
+        config = SentenceClassifierConfig(encoder=encoder.config, **settings)
+        encoder = _without_unused(encoder, max(config.layers))
         # The encoder that is made here is replaced by the loaded one: it takes no memory.
         with torch.device("meta"):
-            model = cls(SentenceClassifierConfig(encoder=encoder.config, **settings))
-        model.encoder = _without_pooler(encoder)
-        model.classifier = nn.Linear(model.config.feature_size, model.num_labels)
-        nn.init.zeros_(model.classifier.weight)
-        nn.init.zeros_(model.classifier.bias)
+            model = cls(config)
+        model.encoder = encoder
+        for layer in (model.classifier, model.public_features):
+            if layer is not None:
+                layer.to_empty(device=torch.get_default_device())
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
         return model.eval()
 
     # Hugging Face's Trainer drops the columns of rows that this signature does not name.
@@ -227,8 +271,15 @@ class SentenceClassifier(PreTrainedModel):
     ) -> Tensor:
         """Embeddings `[B, H]` float32 of one text a row, `[B, T]`."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if self.config.features != "last":
+            inputs["output_hidden_states"] = True
         output = self.encoder(input_ids, attention_mask=mask, **inputs)
-        pooled = pool(output.last_hidden_state.float(), mask, self.config.pooling)
+        states = [output.last_hidden_state]
+        if self.config.features != "last":
+            states = [output.hidden_states[layer] for layer in self.config.layers]
+        pooled = torch.cat([pool(s.float(), mask, self.config.pooling) for s in states], dim=-1)
+        if self.public_features is not None:
+            pooled = self.public_features(pooled)
         return F.normalize(pooled, dim=-1) if self.config.normalize else pooled
 
 
@@ -251,12 +302,12 @@ def compare(first: Tensor, second: Tensor, normalize: bool) -> Tensor:
 
 
 def pool(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
-    """Returns one vector a row: the mean over attended tokens, or the first attended token.
+    """Returns one vector a row: the mean over attended tokens, or the first or last attended token.
 
     Args:
       states: `[B, T, H]`.
       attention_mask: `[B, T]`, 1 at tokens; a row without tokens gives zeros ("mean").
-      pooling: "mean" or "cls".
+      pooling: "mean", "cls" or "last".
 
     Returns:
       `[B, H]`.
@@ -265,9 +316,12 @@ def pool(states: Tensor, attention_mask: Tensor, pooling: str) -> Tensor:
     >>> pool(states, torch.tensor([[1, 1, 0]]), "mean")
     tensor([[2., 3.]])
     """
-    if pooling == "cls":
-        first = attention_mask.ne(0).int().argmax(dim=1)
-        return states[torch.arange(len(states), device=states.device), first]
+    if pooling != "mean":
+        attended = attention_mask.ne(0).int()
+        place = attended.argmax(dim=1)
+        if pooling == "last":
+            place = attended.shape[1] - 1 - attended.flip(1).argmax(dim=1)
+        return states[torch.arange(len(states), device=states.device), place]
     weight = attention_mask.to(states.dtype).unsqueeze(-1)
     return (states * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1.0)
 
@@ -339,11 +393,12 @@ def precompute_features(
             f"precompute_features needs architecture: sentence_classifier, this is a "
             f"{type(model).__name__}."
         )
-    trained = [name for name, p in model.encoder.named_parameters() if p.requires_grad]
+    behind = set(model.classifier.parameters())
+    trained = [n for n, p in model.named_parameters() if p.requires_grad and p not in behind]
     if trained:
         raise ValueError(
             f"precompute_features needs a frozen encoder, but {len(trained)} of its parameters "
-            f"would be trained (encoder.{trained[0]}, ...); set trainable: classifier, or turn "
+            f"would be trained ({trained[0]}, ...); set trainable: classifier, or turn "
             "precompute_features off."
         )
     config, classifier = model.config, model.eval()
@@ -381,7 +436,9 @@ def precompute_features(
         return {"sentence_embedding": embeddings.numpy()}
 
     how = "alone" if alone else "in passes of fixed widths"
-    settings = (config.pooling, config.normalize, config.pair_features, how)
+    settings = (config.pooling, config.normalize, config.pair_features, config.features, how)
+    # All but the head: encoder and public_features.
+    frozen = {n: p for n, p in model.named_parameters() if p not in behind}
     embedding = datasets.Sequence(datasets.Value("float32"), length=config.feature_size)
     features = {"labels": dataset.features["labels"], "sentence_embedding": embedding}
     return dataset.map(
@@ -390,7 +447,9 @@ def precompute_features(
         batch_size=_MAP_BATCH,
         remove_columns=[name for name in dataset.column_names if name != "labels"],
         features=datasets.Features(features),
-        new_fingerprint=Hasher.hash((dataset._fingerprint, digest_model(model.encoder), settings)),
+        new_fingerprint=Hasher.hash(
+            (dataset._fingerprint, digest_tensors(frozen.items()), settings)
+        ),
         desc="encoding once",
     ).with_format("torch")
 
@@ -406,10 +465,10 @@ def _encodes_together(classifier: SentenceClassifier, size: int, width: int) -> 
     ids = torch.randint(encoder.config.vocab_size, (size, width), generator=draw).to(place)
     lengths = torch.randint(min(2, width), width + 1, (size, 1), generator=draw)
     mask = (torch.arange(width) < lengths).long().to(place)
-    together = encoder(input_ids=ids, attention_mask=mask)[0]
+    together = classifier._embed_text(ids, mask)
     for row in {0, size // 2, size - 1}:
         same = [row] * size
-        copies = encoder(input_ids=ids[same], attention_mask=mask[same])[0]
+        copies = classifier._embed_text(ids[same], mask[same])
         if not torch.equal(copies, together[same]):
             return False
     return True

@@ -19,6 +19,7 @@ from hf_dpzero.tasks.rows import (
     require_columns,
     subset,
 )
+from hf_dpzero.tasks.templates import PromptEncoder, Template
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -46,6 +47,7 @@ class Task:
         and an integer column "label".
       metric: the name of what `metrics` returns.
       head: what kind of model it is for; prompted tasks have others.
+      template: makes one text of a row's; None leaves them as they are.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Task:
     splits: datasets.DatasetDict
     metric: str = "accuracy"
     head: str = "sequence_classification"
+    template: Template | None = None
 
     @property
     def num_labels(self) -> int:
@@ -83,6 +86,11 @@ class Task:
           ValueError: siamese without two text columns.
         """
         siamese = pair_features == "siamese"
+        if siamese and self.template is not None:
+            raise ValueError(
+                f"template={self.template.text!r} makes one text of both, and pair_features=siamese "
+                "encodes each apart; use pair_features: joint, or leave template out."
+            )
         if siamese and len(self.text_columns) != 2:
             raise ValueError(
                 f"pair_features=siamese compares two texts, but task {self.name!r} has the text "
@@ -94,6 +102,7 @@ class Task:
             "columns": self.text_columns,
             "max_length": self.max_seq_length,
             "apart": siamese,
+            "template": self.template,
         }
         encoded = datasets.DatasetDict()
         for split in self.splits if only is None else [only]:
@@ -156,8 +165,20 @@ def _encode(
     columns: Sequence[str],
     max_length: int,
     apart: bool,
+    template: Template | None = None,
 ) -> dict[str, list[Any]]:
     """Both texts together, or with `apart` as input_ids, ... and input_ids_pair, ..."""
+    if template is not None:
+        # As a decoder's prompt: cut in a field and never in the template, and no token ends it.
+        encoder = PromptEncoder(tokenizer, template, "causal_lm")
+        texts = [rows.get(column, [""] * len(rows["label"])) for column in columns]
+        fields = [
+            {f: t or "" for f, t in zip(template.fields, row, strict=True)}
+            for row in zip(*texts, strict=True)
+        ]
+        ids = [made.input_ids for made in encoder.encode(fields, [max_length] * len(fields))]
+        masks = [[1] * len(tokens) for tokens in ids]
+        return {"input_ids": ids, "attention_mask": masks, "labels": rows["label"]}
     texts = [rows[column] for column in columns]
     # The tokenizer joins two texts of one call, with its separators and token types.
     groups = [[text] for text in texts] if apart else [texts]
@@ -241,7 +262,7 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
     columns = (data.text_column or usual[0], *second, *usual[2:])
     label = data.label_column or column_of(splits, known.label_columns if known else ("label",))
     # A prompt leaves out the line of an optional text; a head has nothing in its place.
-    optional = known.optional_fields if known and data.prompt else ()
+    optional = known.optional_fields if known and (data.prompt or data.template) else ()
     may_lack = [c for field, c in zip(fields, columns, strict=False) if field in optional]
     needed = [column for column in columns if column not in may_lack]
     settings = dict(zip(columns, ("text_column", "text_pair_column"), strict=False))
@@ -274,10 +295,15 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
         stay = dict.fromkeys([*columns, *kept])
         kept_rows = rows.select_columns([c for c in stay if c in rows.column_names])
         labelled[split] = kept_rows.add_column("label", indices).cast_column("label", feature)
-    if data.prompt is None and len(columns) > 2:
+    template = None
+    if data.prompt is None and data.template is not None:
+        # Columns of the recipe's own are the fields, where the task does not name so many.
+        names_of = tuple(fields) if known and len(fields) == len(columns) else columns
+        template = Template(data.template, names_of, optional)
+    elif data.prompt is None and len(columns) > 2:
         raise ValueError(
             f"task {name!r} has {len(columns)} texts ({', '.join(columns)}) and a classification head "
-            "reads one or two: set prompt to masked_lm or causal_lm."
+            "reads one or two: set template, or prompt to masked_lm or causal_lm."
         )
     return Task(
         name=name,
@@ -286,6 +312,7 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
         max_seq_length=data.max_seq_length,
         splits=subset(labelled, data),
         metric=known.metric if known else "accuracy",
+        template=template,
     )
 
 

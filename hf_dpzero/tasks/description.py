@@ -171,7 +171,8 @@ class DataArguments:
       prompt: null trains a classification head; "masked_lm" asks a masked language model for the
         word at the mask, "causal_lm" a decoder for the words that follow the prompt.
       template: the prompt instead of the task's own: text with {field}s, and {mask} for masked_lm;
-        for causal_lm with {answer} at its end.
+        for causal_lm with {answer} at its end. With prompt: null the text that the head reads, without
+        either: both texts of a pair in one.
       label_words: the words that stand for the labels, in label order, instead of the task's.
       objective: per example "loss" (cross entropy), or what cannot be differentiated: "accuracy"
         (1 - [right]) of a classification, "f1" (1 - F1) of a generated answer. Zeroth order only.
@@ -250,7 +251,12 @@ class DataArguments:
             raise ValueError(
                 f"class_names={names!r} must be two or more different names, one for each label."
             )
-        for name in ("template", "label_words", "num_demonstrations", "objective"):
+        if self.prompt is None and any(f"{{{n}}}" in (self.template or "") for n in (MASK, ANSWER)):
+            raise ValueError(
+                f"template={self.template!r} has a place for the label and needs a prompt: set prompt "
+                "to masked_lm or causal_lm, or leave out {mask} and {answer}, where a head answers."
+            )
+        for name in ("label_words", "num_demonstrations", "objective"):
             value = getattr(self, name)
             if self.prompt is None and value and value != "loss":
                 loss = ", or objective to loss" if name == "objective" else ""

@@ -25,7 +25,14 @@ EVERY = [
 ]  # fmt: skip
 FREE_TEXT = {
     *("model_name_or_path", "model_revision", "task", "dataset_name", "dataset_config_name"),
-    *("train_file", "validation_file", "text_column", "text_pair_column", "label_column"),
+    *(
+        "train_file",
+        "validation_file",
+        "public_file",
+        "text_column",
+        "text_pair_column",
+        "label_column",
+    ),
     *("template", "keep_column", "device_map", "offload_folder", "max_memory"),
 }
 DESCRIBED = {
@@ -93,7 +100,9 @@ def test_every_number_of_recipes_has_a_range():
 def test_ranges_of_recipes_hold(name):
     """One below the lowest is refused, the lowest is not."""
     kind = ModelArguments if name in own_fields(ModelArguments) else DataArguments
-    fixed = {"model_name_or_path": "m"} if kind is ModelArguments else {"prompt": "causal_lm"}
+    fixed: dict = {"model_name_or_path": "m"} if kind is ModelArguments else {"prompt": "causal_lm"}
+    if name == "components":  # which are fitted on a file, to a frozen encoder
+        fixed |= {"public_file": "public.jsonl", "precompute_features": True}
     lowest = {"above 0": 0.1, "at least 0": 0, "at least 1": 1, "at least 2": 2}[WORDS[name]]
     kind(**fixed, **{name: lowest})
     with pytest.raises(ValueError, match=name):
