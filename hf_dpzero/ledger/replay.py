@@ -167,9 +167,10 @@ def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterS
     """The parameter space that a trajectory's releases act on.
 
     Returns:
-      The space, with the header's direction, smoothing and decayed tensors.
+      The space, with the header's direction, smoothing, decayed tensors and scales.
     """
-    settings = {"smoothing": header["smoothing"], "decayed": header["decayed"]}
+    settings = {name: header[name] for name in ("smoothing", "decayed")}
+    settings["scale"] = header.get("direction_scale")
     return ParameterSpace.from_model(model, distribution=header["direction"], **settings)
 
 
