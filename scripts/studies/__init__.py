@@ -4,5 +4,6 @@
 
 Run them from the root of the checkout. A folder is a study of a paper, `quadratic` that of DPZero;
 `saddle_point` runs what is in `hf_dpzero.papers`, the others have their algorithms beside them.
-`schedules` and `group_robust` train on SST-2. `--quick` takes less than a minute.
+`schedules` and `group_robust` train on SST-2; `stored_features` simulates heads on SST-2 and TREC.
+`--quick` takes less than a minute.
 """
