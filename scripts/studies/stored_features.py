@@ -12,8 +12,9 @@ a thousand steps in seconds, where a run of the trainer takes minutes.
 `mean` asks whether the mean of the last N weights (`hf-dpzero replay --average_last N`) beats the last.
 `guide` gives 64 or 512 labelled public rows, from the training file and in no private batch, to DPZero:
 "warm" trains on them first; "mixed" adds their gradient to each update (PAZO-M, Gong and Li 2025);
-"guided" takes it as the first of the K directions. Settings are those that do best on 1,000 more rows of
-the training file; the validation file is only reported on. Writes mean.md or guide.md.
+"spanned" takes 8 gradients of 16 of them, made orthonormal, in place of random directions (PAZO-P).
+Settings are those that do best on 1,000 more rows of the training file; the validation file is only
+reported on. Writes mean.md or guide.md.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Plan:
     falls: bool = True
     public: Rows | None = None
     public_rate: float = 0.0
-    guided: bool = False
+    spanned: bool = False
 
 
 def noise_for(epsilon: float, delta: float, examples: int, batch: int, steps: int) -> float:
@@ -100,7 +101,7 @@ def train(
 ) -> list[Tensor]:
     """Simulates a run; returns the mean of its last N weights for each N of `keep`."""
     draw = torch.Generator().manual_seed(seed)
-    weights, n, size = start.clone(), len(rows.y), start.numel()
+    weights, n = start.clone(), len(rows.y)
     sums = {count: torch.zeros_like(start, dtype=torch.float64) for count in keep}
     for step in range(plan.steps):
         batch = rows[torch.rand(n, generator=draw) < plan.batch / n]
@@ -108,21 +109,18 @@ def train(
         u = torch.randint(0, 2, shape, generator=draw, dtype=torch.float32) * 2 - 1
         public = torch.zeros_like(start)
         if plan.public is not None:
-            some = torch.randint(len(plan.public.y), (64,), generator=draw)
-            public = gradient(weights, plan.public[some], scale)
-        if plan.guided:  # as long as the others
-            u[0] = public * (size**0.5 / public.norm().clamp(min=1e-12))
+            some = torch.randint(len(plan.public.y), (8, 16), generator=draw)
+            each = torch.stack([gradient(weights, plan.public[part], scale) for part in some])
+            public = each.mean(0)
+        if plan.spanned:  # of length 8, so that the K-vector is as long as that of 64 signs
+            u = 8 * torch.linalg.qr(each.flatten(1).T)[0].T.reshape(each.shape)
         moved = SMOOTHING * scale * torch.einsum("bh,klh->bkl", batch.x, u)
         at = (scale * batch.x @ weights.T)[:, None]
         x = (losses(at + moved, batch.y) - losses(at - moved, batch.y)) / (2 * SMOOTHING)
         x = x * (CLIP / x.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1.0)
-        noise = plan.noise_multiplier * CLIP * torch.randn(DIRECTIONS, generator=draw)
+        noise = plan.noise_multiplier * CLIP * torch.randn(len(u), generator=draw)
         value = (x.sum(0) + noise) / plan.batch
-        if plan.guided:  # its value is a projection, those of the others an estimate
-            rest = torch.tensordot(value[1:], u[1:], 1) / (DIRECTIONS - 1)
-            estimate = value[0] * u[0] / size + rest
-        else:
-            estimate = torch.tensordot(value, u, 1) / DIRECTIONS
+        estimate = torch.tensordot(value, u, 1) / 64  # the mean over signs, or a projection
         left = 1 - step / plan.steps if plan.falls else 1.0
         weights = weights - left * (plan.rate * estimate + plan.public_rate * public)
         for count in keep:
@@ -226,9 +224,9 @@ def mean_and_error(values: Sequence[float]) -> str:
 def guide(data: Data, task: str, few: bool, seeds: Iterable[int], steps: int) -> list[list[str]]:
     """A line for each arm: the validation accuracy of its best setting on the tuning rows."""
     examples = 500 if few else len(data.train.y) - 1512
-    batch, delta = (125, 1e-4) if few else (512, 1e-5)
+    batch, delta = (125, 1e-4) if few else (256, 1e-5)
     sigma = noise_for(0.5, delta, examples, batch, steps)
-    rates = (0.001, 0.003, 0.01, 0.03) if few else (0.003, 0.01, 0.03, 0.1)
+    rates = (0.0003, 0.001, 0.003, 0.01) if few else (0.01, 0.03, 0.1)
     found: dict[str, dict[tuple[float, ...], list[tuple[float, float]]]] = {}
     for seed in seeds:
         order = torch.randperm(len(data.train.y), generator=torch.Generator().manual_seed(seed))
@@ -256,12 +254,14 @@ def guide(data: Data, task: str, few: bool, seeds: Iterable[int], steps: int) ->
             for rate in rates:
                 here = replace(plan, rate=rate, public=public)
                 note(f"{count}, warm", (rate,), run(warm, plan=here)[0])
-                guided = run(data.start, plan=replace(here, guided=True))[0]
-                note(f"{count}, guided", (rate,), guided)
-                for beside in (0.02, 0.1, 0.5):
+                for beside in (0.1, 0.5):
                     mixed = replace(here, public_rate=beside)
                     note(f"{count}, mixed", (rate, beside), run(data.start, plan=mixed)[0])
                     note(f"{count}, warm and mixed", (rate, beside), run(warm, plan=mixed)[0])
+            for rate in (0.03, 0.1, 0.3, 1.0):
+                spanned = replace(plan, rate=rate, public=public, spanned=True)
+                note(f"{count}, spanned", (rate,), run(data.start, plan=spanned)[0])
+                note(f"{count}, warm and spanned", (rate,), run(warm, plan=spanned)[0])
     title = f"{task}, n = {examples:,}"
     return [["public rows", title], *([arm, _best(each)] for arm, each in found.items())]
 
