@@ -78,6 +78,16 @@ class Plan(Options):
 
     recipe: str | None = _option(f"{_RECIPE}: plan its run, download nothing", metavar="RECIPE")
     num_examples: int | None = _option("n, rows of training data; a recipe's own if they are here")
+    propose: float | None = _option(
+        "choose the num_directions, expected_batch_size (unless given) and max_steps of dpzero that "
+        "gain most in so many minutes",
+        metavar="MINUTES",
+    )
+    rows_per_second: float | None = _option(
+        "with --propose: rows of one forward pass; about eval_samples_per_second of "
+        "`hf-dpzero evaluate`",
+        metavar="R",
+    )
     json: bool = _option("print JSON instead of a table", False)
 
 

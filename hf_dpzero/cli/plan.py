@@ -9,7 +9,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.cli.options import Plan
 from hf_dpzero.privacy.correlated.correlation import step_deviation
@@ -37,6 +37,8 @@ def run_plan(arguments: Plan) -> None:
         Console(stderr=True).status("planning: noise, epsilon, memory"),  # on terminals only
         tempfile.TemporaryDirectory() as scratch,
     ):
+        if arguments.propose is not None or arguments.rows_per_second is not None:
+            given |= _proposed(arguments, {**given, "output_dir": scratch})
         if path is not None:
             recipe = load_recipe(path, {**given, "output_dir": scratch})
             privacy, sections = _of_recipe(recipe, arguments.num_examples)
@@ -50,10 +52,11 @@ def run_plan(arguments: Plan) -> None:
             for name in needed:  # no setting has a default for them
                 if name not in given:
                     raise ValueError(f"{name} is missing; give --{name} N, or --recipe FILE.")
-            settings = {"clip": 1.0, **given, "output_dir": scratch, "model_name_or_path": "any"}
+            clip = {"clip": 1.0} if arguments.propose is None else {}
+            settings = {**clip, **given, "output_dir": scratch, "model_name_or_path": "any"}
             config = build_recipe([], {"use_cpu": True, **settings}, COMMAND_LINE).training
             privacy = _of_settings(config, config.plan(arguments.num_examples))
-            if "clip" not in given:  # then noise has no unit, and no rate is chosen for it
+            if clip and "clip" not in given:  # then noise has no unit, and no rate is chosen for it
                 privacy = {k: v for k, v in privacy.items() if k not in ("chosen", "learning_rate")}
     if arguments.json:
         print(json.dumps(encode({**privacy, **sections}), indent=2))
@@ -70,6 +73,43 @@ def run_plan(arguments: Plan) -> None:
         from hf_dpzero.experiments.plan import print_sections
 
         print_sections(sections)
+
+
+def _proposed(arguments: Plan, given: Mapping[str, Any]) -> dict[str, str]:
+    """Returns K, B and T for the time at hand, as one would write them on the command line."""
+    from hf_dpzero.estimators.finite_differences import passes_of
+    from hf_dpzero.experiments.plan import count_rows
+    from hf_dpzero.recipes.recipe import COMMAND_LINE, build_recipe, load_recipe
+    from hf_dpzero.settings.defaults import differences_for
+    from hf_dpzero.settings.proposal import propose
+
+    rate, minutes = arguments.rows_per_second, arguments.propose
+    if not (rate and minutes and 0 < rate < math.inf and 0 < minutes < math.inf):
+        raise ValueError(
+            f"--propose {minutes} --rows_per_second {rate}: both are needed, above 0; "
+            "`hf-dpzero evaluate RECIPE --zero_shot` says eval_samples_per_second, which is about that."
+        )
+    n = arguments.num_examples
+    if arguments.recipe is not None:
+        recipe = load_recipe(arguments.recipe, given)
+        n = count_rows(recipe.data, n).train
+    else:
+        settings = {"use_cpu": True, "max_steps": "1", **given, "model_name_or_path": "any"}
+        recipe = build_recipe([], settings, COMMAND_LINE)
+    config = recipe.training
+    if config.method != "dpzero" or n is None or config.target_epsilon is None:
+        raise ValueError(
+            f"--propose needs method: dpzero (it is {config.method}), n (it is {n}; --num_examples N) "
+            f"and target_epsilon (it is {config.target_epsilon})."
+        )
+    chosen = propose(
+        n, config.target_epsilon, config.delta(n), minutes, rate,
+        lambda k: passes_of(differences_for(config, k), k),
+        *(int(float(given[name])) if name in given else None
+          for name in ("num_directions", "expected_batch_size")),
+    )  # fmt: skip
+    words = zip(("num_directions", "expected_batch_size", "max_steps"), chosen[:3], strict=True)
+    return {name: str(value) for name, value in words}
 
 
 def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
