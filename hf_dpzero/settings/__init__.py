@@ -12,4 +12,5 @@ made; none is ignored in silence. May import: reporting and the rooms below it. 
 | `schedules`, `row_groups` | noise, clip and smoothing over the steps; groups of rows |
 | `plan_of` | the privacy plan of the settings |
 | `defaults` | rate, clip and directions where nothing is given, from public numbers |
+| `proposal` | directions, batch and steps for the time at hand |
 """

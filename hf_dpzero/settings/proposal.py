@@ -7,9 +7,10 @@ K differences, so C^2 = K (g^2 + s^2))
     lost = (K - 1) R / h + (s / g)^2 / B + sigma^2 K (1 + (s / g)^2) / B^2,
 
 and T steps T times that, while the loss is far from its end. More directions help until K R / h is
-about 1, a larger batch until what examples scatter and the noise are below 1. `SCATTER` and `ALONG`
-are what eight problems had in the middle (heads, LoRA, last layers, all weights of a sentence encoder
-and of a decoder: (s / g)^2 = 9 to 70, R / h = 0.03 to 0.5). sigma is that of the central limit theorem
+about 1, a larger batch until what examples scatter and the noise are below 1. `ALONG`
+is what eight problems had in the middle (heads, LoRA, last layers, all weights of a sentence encoder
+and of a decoder: R / h = 0.03 to 0.5); (s / g)^2 was 9 to 70 at the start, and `SCATTER` is ten times
+that, for slopes fall as rows are learned. sigma is that of the central limit theorem
 (Bu et al. 2020, "Deep learning with Gaussian differential privacy", Corollary 5.4), to rank by:
 the plan that is made of the choice is accounted as any other.
 """
@@ -21,8 +22,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-SCATTER, ALONG = 160.0, 0.1
+SCATTER, ALONG = 400.0, 0.1
 """(s / g)^2 and R / h."""
+
+NEAR = 0.9
+"""Of what gains nearly as much as the best the largest batch is taken: a clip that adapts, and a rate
+that is not the best one, need it."""
 
 OVERHEAD = 0.01
 """Seconds of a step beside its passes."""
@@ -63,7 +68,7 @@ def propose(
       ValueError: not even `LEAST_STEPS` of the smallest steps fit.
 
     >>> propose(65_349, 2.0, 1e-5, 30, 50, lambda k: 2 * k if k < 4 else k + 1)[:3]
-    (8, 16, 622)
+    (4, 32, 560)
     """
     mu = _gaussian_parameter(epsilon, delta)
     few = [2**j for j in range(4, max(5, int(math.log2(max(num_examples / 2, 2))) + 1))]
@@ -84,7 +89,9 @@ def propose(
             f"steps of {passes(directions or 1)} passes over {batch or few[0]} rows: allow more time, "
             "or train fewer parameters (stored features, a frozen prefix)."
         )
-    return max(found)[1]
+    best = max(gain for gain, _ in found)
+    near = [proposal for gain, proposal in found if gain >= NEAR * best]
+    return max(near, key=lambda proposal: (proposal.expected_batch_size, proposal.max_steps))
 
 
 def _gaussian_parameter(epsilon: float, delta: float) -> float:
