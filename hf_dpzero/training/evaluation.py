@@ -58,8 +58,7 @@ class RowOrder(SequentialSampler):
         """Has metrics see rows in the order of the data."""
         if compute is None or self.order is None:
             return compute
-        places = np.argsort(self.order)
-        return lambda prediction: compute(_rows_of(prediction, places))
+        return lambda prediction: compute(_rows_of(prediction, np.argsort(self.order)))
 
 
 def longest_first(trainer: Any, loader: Any) -> RowOrder:
@@ -81,29 +80,24 @@ def longest_first(trainer: Any, loader: Any) -> RowOrder:
     rows, args, own = getattr(batches, "sampler", None), trainer.args, trainer.per_example_loss
     if not isinstance(rows, RowOrder):
         return RowOrder(())
-    replaced = ("evaluation_loop", "prediction_step", "compute_loss")
-    tells = (
-        any(overriding(type(trainer), name)[0] for name in replaced),
-        *(trainer.compute_loss_func, trainer.preprocess_logits_for_metrics),
-        *(args.batch_eval_metrics, not args.eval_do_concat_batches),
-        *(args.include_for_metrics, args.dataloader_drop_last),
-    )
+    methods = ("evaluation_loop", "prediction_step", "compute_loss")
+    tells = any(overriding(type(trainer), name)[0] for name in methods)
+    tells |= bool(trainer.compute_loss_func or trainer.preprocess_logits_for_metrics)
+    tells |= bool(args.batch_eval_metrics or args.include_for_metrics or args.dataloader_drop_last)
     by_row = own is None and is_classifier(trainer.model)
-    if (by_row or isinstance(own, PromptObjective)) and not any(tells):
+    if (by_row or isinstance(own, PromptObjective)) and args.eval_do_concat_batches and not tells:
         lengths = _lengths(rows.data_source)
         rows.order = None if lengths is None else np.argsort(-lengths, kind="stable")
     return rows
 
 
 def _lengths(dataset: Any) -> np.ndarray | None:
-    """Tokens of each row, int [n]; None of data that makes its rows on access, or has no tokens."""
+    """Tokens of each row, int [n]; None where the data does not say them in a column."""
     if not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
         return None
     column = dataset.with_format("arrow", columns=["input_ids"])[:]["input_ids"]
     listed = str(column.type).partition("<")[0].endswith("list")
-    if dataset.format["type"] == "custom" or not listed or column.null_count:
-        return None
-    return np.asarray(pc.list_value_length(column), dtype=np.int64)
+    return np.asarray(pc.list_value_length(column), dtype=np.int64) if listed else None
 
 
 @dataclass(frozen=True)
