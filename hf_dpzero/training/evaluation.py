@@ -58,7 +58,8 @@ class RowOrder(SequentialSampler):
         """Has metrics see rows in the order of the data."""
         if compute is None or self.order is None:
             return compute
-        return lambda prediction: compute(_rows_of(prediction, np.argsort(self.order)))
+        places = np.argsort(self.order)
+        return lambda prediction: compute(_rows_of(prediction, places))
 
 
 def longest_first(trainer: Any, loader: Any) -> RowOrder:
