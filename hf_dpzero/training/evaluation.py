@@ -39,11 +39,7 @@ _SMALLER_IS_BETTER = re.compile(
 
 
 class RowOrder(SequentialSampler):
-    """Evaluation rows in the order of their data, or another that is set for one evaluation.
-
-    Attributes:
-      order: row numbers, int [n]; None for that of the data.
-    """
+    """Evaluation rows in the order of their data, or in that of `order`: row numbers, int [n]."""
 
     order: np.ndarray | None = None
 
@@ -65,9 +61,8 @@ class RowOrder(SequentialSampler):
 def longest_first(trainer: Any, loader: Any) -> RowOrder:
     """Has a loader's rows come by their number of tokens, where what is shown of them stays the same.
 
-    A batch is padded to its longest row: in the order of the data half of it may be padding. Rows stay
-    in order where a batch's loss is no mean over rows (that of language models is one over tokens),
-    and where functions of the user's see batches or their order.
+    Batches then hold little padding. Rows stay where they are if a batch's loss is no mean over rows (of
+    language models it is one over tokens), or if functions of the user's see batches or their order.
 
     Args:
       trainer: evaluates.
@@ -81,24 +76,24 @@ def longest_first(trainer: Any, loader: Any) -> RowOrder:
     rows, args, own = getattr(batches, "sampler", None), trainer.args, trainer.per_example_loss
     if not isinstance(rows, RowOrder):
         return RowOrder(())
-    methods = ("evaluation_loop", "prediction_step", "compute_loss")
-    tells = any(overriding(type(trainer), name)[0] for name in methods)
+    tells = bool(args.batch_eval_metrics or args.include_for_metrics or args.dataloader_drop_last)
     tells |= bool(trainer.compute_loss_func or trainer.preprocess_logits_for_metrics)
-    tells |= bool(args.batch_eval_metrics or args.include_for_metrics or args.dataloader_drop_last)
-    by_row = own is None and is_classifier(trainer.model)
-    if (by_row or isinstance(own, PromptObjective)) and args.eval_do_concat_batches and not tells:
-        lengths = _lengths(rows.data_source)
-        rows.order = None if lengths is None else np.argsort(-lengths, kind="stable")
+    own_methods = ("evaluation_loop", "prediction_step", "compute_loss")
+    tells |= any(overriding(type(trainer), name)[0] for name in own_methods)
+    by_row = is_classifier(trainer.model) if own is None else isinstance(own, PromptObjective)
+    if by_row and args.eval_do_concat_batches and not tells:
+        rows.order = _by_tokens(rows.data_source)
     return rows
 
 
-def _lengths(dataset: Any) -> np.ndarray | None:
-    """Tokens of each row, int [n]; None where the data does not say them in a column."""
+def _by_tokens(dataset: Any) -> np.ndarray | None:
+    """Row numbers, those with most tokens first, int [n]; None where no column has the tokens."""
     if not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
         return None
     column = dataset.with_format("arrow", columns=["input_ids"])[:]["input_ids"]
-    listed = str(column.type).partition("<")[0].endswith("list")
-    return np.asarray(pc.list_value_length(column), dtype=np.int64) if listed else None
+    if not str(column.type).partition("<")[0].endswith("list"):
+        return None
+    return np.argsort(-np.asarray(pc.list_value_length(column)), kind="stable")
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,9 @@ class PublishingTrainer(Trainer):
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **settings: Any) -> Any:
         """As in Trainer, with metrics of each group where `group_robust.column` is set.
 
-        Rows of prompts and classifications run by length, the longest first, and what comes of them
-        is in the order of the data. A loader of private training rows, made by hand, is refused.
-        Groups' losses, where there is no `compute_metrics`, take a forward pass of their own.
+        Rows may run by length (`evaluation.longest_first`), and come back in the order of the data. A
+        loader of private training rows, made by hand, is refused. Groups' losses, where there is no
+        `compute_metrics`, take a forward pass of their own.
         """
         known, rows = self._evaluated
         if dataloader is not known:
