@@ -180,6 +180,10 @@ class PrivacyReport:
             raise ValueError(
                 f"shipped_step={self.shipped_step} is outside 0..{self.steps}, the steps that were made."
             )
+        if not 1 <= self.average_last <= max(self.steps, 1):
+            raise ValueError(
+                f"average_last={self.average_last} is outside 1..{self.steps}, the steps that were made."
+            )
         check_tuning(self.tuning)
         if self.base_weights not in BASE_WEIGHTS:
             raise ValueError(
@@ -391,11 +395,11 @@ class PrivacyReport:
             f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "
             f"{number(self.expected_batch_size)} of {self.num_examples} examples)"
         )
-        shipped = (
-            "" if self.shipped_step is None else f"; the weights are of step {self.shipped_step}"
-        )
-        if self.average_last > 1:
-            shipped += f"; the weights are the mean of {self.average_last} steps' up to there"
+        last, step = self.average_last, self.shipped_step
+        shipped = "" if step is None else f"; the weights are of step {step}"
+        if last > 1:
+            upto = "" if step is None else f" up to {step}"
+            shipped = f"; the weights are the mean of those after the last {last} steps{upto}"
         return [
             ("neighbours", relation_words(self.neighboring_relation, self.privacy_unit)),
             ("mechanism", mechanism),

@@ -383,7 +383,7 @@ def test_a_replayed_average_is_a_run_of_its_own_report(trained, recipe, tmp_path
     run_report, report = read(trained / "privacy_report.json"), report_of(mean)
     assert (report.average_last, report.epsilon) == (2, run_report["epsilon"])
     assert report.weights_digest != run_report["weights_digest"]
-    assert "mean of 2 steps" in str(report)
+    assert "3 of 3 planned; the weights are the mean of those after the last 2 steps" in str(report)
     assert str(mean / "hub") in run(capsys, "push", mean, "--repo_id", "me/tiny", "--dry_run")
     again = ("--output_dir", tmp_path / "again")
     assert f"equal those in {mean}, bit for bit" in run(capsys, *words, mean, *again)

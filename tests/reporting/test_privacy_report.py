@@ -311,6 +311,7 @@ REFUSED = [
     ({"epsilon": -1.0}, "epsilon=-1.0"),
     ({"epsilon": "two"}, "wrong type"),
     ({"steps": 41}, "steps=41 is outside 0..40"),
+    ({"average_last": 0}, "average_last=0 is outside 1..40"),
     ({"unknown": 1}, "missing or unknown: unknown"),
     ({"earlier_runs": "leaky"}, "earlier_runs="),
     ({"earlier_runs": ["leaky"]}, "earlier_runs="),
