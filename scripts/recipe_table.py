@@ -55,7 +55,12 @@ _SECTIONS = {
     "all-MiniLM-L6-v2, a linear head (measured in [docs/results.md](../docs/results.md))": (
         "minilm",
     ),
-    "SmolLM2-135M-Instruct, prompted ([how to](../docs/how_to/small_decoder.md))": ("smollm2",),
+    "SmolLM2-135M-Instruct, prompted ([how to](../docs/how_to/small_decoder.md))": (
+        "smollm2-dpzero",
+    ),
+    "SmolLM2-135M-Instruct, a head on frozen features ([how to](../docs/how_to/small_decoder.md))": (
+        "smollm2-features",
+    ),
 }
 _COLUMNS = (
     *("recipe", "task", "model", "method", "trained", "(ε, δ)"),

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER, DATA = ROOT / "recipes", ROOT / "tests" / "data"
 TASKS = ("sst2", "boolq", "squad", "trec")
 METHODS = sorted(
-    path.stem.removeprefix("_smollm2-") for path in FOLDER.glob("methods/_smollm2-*.yaml")
+    path.stem.removeprefix("_smollm2-")
+    for path in FOLDER.glob("methods/_smollm2-*.yaml")
+    if not path.stem.startswith("_smollm2-features")
 )
 
 
@@ -31,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_recipe_says_how_to_run_it_and_what_to_expect(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the model is not here
-    assert {path.parent.name for path in FOLDER.glob("*/smollm2-*.yaml")} == set(TASKS)
+    assert {path.parent.name for path in FOLDER.glob("*/smollm2-dpzero.yaml")} == set(TASKS)
     for task in TASKS:
         path = FOLDER / task / "smollm2-dpzero.yaml"
         text, recipe = path.read_text(encoding="utf-8"), load_recipe(path, {"use_cpu": True})
@@ -45,13 +47,15 @@ def test_a_recipe_says_how_to_run_it_and_what_to_expect(tmp_path, monkeypatch):
         )  # so `plan` needs no download
 
 
-def trained(recipe: str, task: str, checkpoint: Path, out: Path) -> tuple[dict, dict]:
+def trained(
+    recipe: str, task: str, checkpoint: Path, out: Path, **changes: object
+) -> tuple[dict, dict]:
     """The report and the results of two steps on a few rows."""
-    small = {
+    small: dict[str, object] = {
         "model_name_or_path": checkpoint, "max_steps": 2, "expected_batch_size": 2,
         "max_eval_samples": 4, "max_seq_length": 80, "max_new_tokens": 4, "use_cpu": True,
         "disable_tqdm": True, "output_dir": out, "train_file": DATA / task / "train.jsonl",
-        "validation_file": DATA / task / "validation.jsonl",
+        "validation_file": DATA / task / "validation.jsonl", **changes,
     }  # fmt: skip
     assert main.main(["train", recipe, *(f"--{key}={value}" for key, value in small.items())]) == 0
     read = (out / name for name in ("privacy_report.json", "all_results.json"))
@@ -83,3 +87,21 @@ def test_a_prompt_of_each_kind_trains_a_tiny_decoder(task, tmp_path, checkpoint)
     assert report["steps"] == 2 and report["target_epsilon"] == 2
     metric = "f1" if task == "squad" else "accuracy"
     assert {f"zero_shot_{metric}", f"eval_{metric}"} <= set(results)
+
+
+@pytest.mark.parametrize("method", ["dpzero", "dp-adamw"])
+def test_a_head_on_features_of_a_tiny_decoder_trains(method, tmp_path, checkpoint):
+    """As `compare recipes/sst2/smollm2-features-dpzero.yaml --methods METHOD` builds it."""
+    path, recipe = FOLDER / "sst2/smollm2-features-dpzero.yaml", tmp_path / "recipe.yaml"
+    public = tmp_path / "public.jsonl"
+    public.write_text("".join(f'{{"sentence": "{a} {b} show"}}\n' for a in "abcd" for b in "efgh"))
+    bases = [FOLDER / f"methods/_smollm2-features{end}.yaml" for end in ("", f"-{method}")]
+    task = {key: read_recipe(path)[key] for key in ("task", "template", "output_dir")}
+    recipe.write_text(json.dumps({"extends": [str(base) for base in bases], **task}))
+    tiny = {"features": "1,2", "components": 4, "public_file": public}
+    report, results = trained(str(recipe), "sst2", checkpoint, tmp_path / "out", **tiny)
+    assert report["steps"] == 2 and 0 < report["epsilon"] <= report["target_epsilon"] == 2
+    assert {"zero_shot_accuracy", "eval_accuracy"} <= set(results)
+    text = path.read_text(encoding="utf-8")
+    assert "hf-dpzero train recipes/sst2/smollm2-features-dpzero.yaml\n" in text
+    assert "# What to expect: " in text and "# Hardware: " in text
