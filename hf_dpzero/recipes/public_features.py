@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
     from hf_dpzero.tasks.classification import Task
 
-_RANK = (
-    1e-10  # of the largest eigenvalue: what float32 states leave of a direction that is not there
-)
+_RANK = 1e-10  # of the largest eigenvalue: below, float32 states have no direction
 
 
 @torch.no_grad()
@@ -110,23 +108,14 @@ def public_rows(task: Task, file: str) -> datasets.Dataset:
     require_columns(
         datasets.DatasetDict(public=rows), columns, dict.fromkeys(columns, "public_file"), columns
     )
-    rows = rows.select_columns(columns)
-    refuse_private_texts(task, rows, file)
-    return rows.add_column("label", [0] * len(rows))
-
-
-def refuse_private_texts(task: Task, rows: datasets.Dataset, file: str) -> None:
-    """Refuses public rows whose text is that of a training row; does not say how many or which."""
-    private = task.splits.get("train")
-    if private is None:
-        return
-    columns = list(task.text_columns)
-    texts = [set(zip(*(part[c][:] for c in columns), strict=True)) for part in (private, rows)]
-    if not texts[0].isdisjoint(texts[1]):
+    parts = (rows, task.splits["train"]) if "train" in task.splits else (rows,)
+    texts = [set(zip(*(part[c][:] for c in columns), strict=True)) for part in parts]
+    if any(texts[0] & private for private in texts[1:]):  # does not say how many or which
         raise ValueError(
             f"public_file={file!r} holds the text of a training row, which the published model would be "
             "made of without noise: give texts that are none of them."
         )
+    return rows.select_columns(columns).add_column("label", [0] * len(rows))
 
 
 def components_of(states: Tensor, components: int) -> tuple[Tensor, Tensor]:
