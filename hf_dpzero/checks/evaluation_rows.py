@@ -111,6 +111,20 @@ class PrivateRows:
             )
         self._passed.append((evaluation, count))
 
+    def unlike(self, evaluation: Dataset, numbers: Sequence[int]) -> list[int]:
+        """Returns those of some rows' numbers whose content, or long column, is no private row's.
+
+        Here nothing is tolerated: what is made of these rows may be published without noise.
+        """
+        alike = np.zeros(len(numbers), bool)
+        if self.dataset is None:
+            return list(numbers)
+        for columns, _ in _comparable(self.dataset, evaluation):
+            if columns not in self._digests:
+                self._digests[columns] = _digests(self.dataset, columns)
+            alike |= np.isin(_digests(evaluation, columns, numbers), self._digests[columns])
+        return [number for number, same in zip(numbers, alike.tolist(), strict=True) if not same]
+
     def _share(self, evaluation: Dataset, dataset: Dataset) -> float:
         """The share of evaluation rows with private content, if it is small enough.
 
@@ -169,10 +183,16 @@ def _comparable(one: Dataset, other: Dataset) -> list[tuple[Columns, float]]:
     return [(sequences, 0.0), *[((name,), 0.5) for name in long]] if sequences else []
 
 
-def _digests(dataset: Dataset, columns: Columns) -> np.ndarray:
-    """A 64-bit digest of each row's `columns`, uint64 `[N]`."""
-    digests, rows = [], range(len(dataset))
-    if not isinstance(dataset, (datasets.Dataset, Sequence)) and len(rows) > READ:
+def _digests(
+    dataset: Dataset, columns: Columns, numbers: Sequence[int] | None = None
+) -> np.ndarray:
+    """A 64-bit digest of `columns` of each row, or of those of some numbers, uint64 `[N]`."""
+    digests, rows = [], range(len(dataset)) if numbers is None else numbers
+    if (
+        numbers is None
+        and not isinstance(dataset, (datasets.Dataset, Sequence))
+        and len(rows) > READ
+    ):
         # spread, because the first rows may all be of one source
         rows = np.linspace(0, len(rows) - 1, READ).astype(np.int64).tolist()
     for row in _read(dataset, rows, columns):

@@ -51,9 +51,12 @@ def leaving_out(what: str) -> Iterator[None]:
 
 
 def public_microbatches(
-    run: Run, most: int = precision_diagnostics.ROWS
+    run: Run, most: int = precision_diagnostics.ROWS, published: bool = False
 ) -> list[Mapping[str, Tensor]]:
-    """A few rows of eval_dataset, or random tokens, in passes of the run; those with most rows first."""
+    """A few rows of eval_dataset, or random tokens, in passes of the run; those with most rows first.
+
+    Where what is made of them is `published`, none that is a private row too.
+    """
     if run.evaluation is None:
         tokens = precision_diagnostics.random_tokens(run.probe(), run.model) or {}
         drawn = [dict(zip(tokens, row, strict=True)) for row in zip(*tokens.values(), strict=True)]
@@ -61,6 +64,10 @@ def public_microbatches(
     else:
         rows = run.rows_of(run.evaluation)
     chosen = list(range(min(most, len(rows.dataset))))
+    if published and run.evaluation is not None:
+        chosen = run.unlike_private(run.evaluation, range(min(4 * most, len(run.evaluation))))[
+            :most
+        ]
     if run.shapes is None:
         size = run.args.physical_batch_size
         return [rows.collate_rows(chosen[i : i + size]) for i in chosen[::size]]

@@ -89,6 +89,10 @@ def _proposed(arguments: Plan, given: Mapping[str, Any]) -> dict[str, str]:
             f"--propose {minutes} --rows_per_second {rate}: both are needed, above 0; "
             "`hf-dpzero evaluate RECIPE --zero_shot` says eval_samples_per_second, which is about that."
         )
+    if "max_steps" in given:
+        raise ValueError(
+            f"max_steps={given['max_steps']} is what --propose chooses; leave one of them out."
+        )
     n = arguments.num_examples
     if arguments.recipe is not None:
         recipe = load_recipe(arguments.recipe, given)

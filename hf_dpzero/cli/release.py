@@ -89,6 +89,8 @@ def _load_base(
         recipe = load_recipe(base, overrides)
         fitted = beside if recipe.model.components and weight_files(beside) else None
         fits = recipe.model.components is not None and fitted is None
+        if fitted is not None:
+            print(f"public_features are taken from {fitted}: they are not fitted again or compared")
         task = build_task(recipe.data) if fits else _task_of(recipe, beside)
         return load_model(recipe.model, task, fitted=fitted)
     if Path(base).is_file():

@@ -127,6 +127,10 @@ def run_evaluate(arguments: Evaluate) -> None:
             )
         task = build_task(recipe.data)
         build.refuse_training_texts(task)
+        public = (
+            recipe.model.public_file if statement == ZERO_SHOT else None
+        )  # else nothing is fitted
+        build.digest_of_public_texts(public, recipe.data, task)
         # The private rows may be others: those of the recipe's file, or of the recipe beside the model.
         rows = attrgetter(
             "task", "dataset_name", "dataset_config_name", "train_file", "validation_file"
@@ -137,6 +141,8 @@ def run_evaluate(arguments: Evaluate) -> None:
                 other = load_recipe(file, {"output_dir": scratch}).data
             if other is not None and rows(other) != rows(recipe.data):
                 build.refuse_rows_of(other, task)
+                with contextlib.suppress(OSError):
+                    build.digest_of_public_texts(public, other, task)
         metrics = _evaluate(recipe, task, base, quiet=arguments.json)
     results = {**metrics, "privacy": statement}
     if "output_dir" in overrides:

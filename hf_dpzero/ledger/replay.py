@@ -237,7 +237,7 @@ def replay(
     upto = trajectory.shipped_step if upto is None else upto
     releases = trajectory.releases[:upto]
     count = trajectory.average_last if average_last is None else average_last
-    if not 1 <= count <= max(len(releases), 1):
+    if not isinstance(count, int) or not 1 <= count <= max(len(releases), 1):
         raise LedgerError(
             f"average_last={count} must be between 1 (the last weights alone) and the "
             f"{len(releases)} steps that made these weights."

@@ -42,6 +42,9 @@ from hf_dpzero.ledger.log_file import (
 FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
 
+_OPTIONAL = ("direction_scale", "smoothing_schedule", "hold_direction_for")
+"""Entries of a header that a run without such a setting leaves out."""
+
 _FLOAT32 = struct.Struct("<f")
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
@@ -209,7 +212,8 @@ class Trajectory:
 
     def _refuse_other(self, header: Mapping[str, Any], path: Path) -> None:
         wanted = json.loads(json.dumps(header))  # tuples are lists in the file
-        own = flat({name: self.header.get(name) for name in wanted})
+        left_out = [name for name in _OPTIONAL if name in self.header] if wanted else []
+        own = flat({name: self.header.get(name) for name in [*wanted, *left_out]})
         now = flat(wanted)
         changed = [
             f"  {name}: {_short(own.get(name))} -> {_short(now.get(name))}"

@@ -50,8 +50,14 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
     task = build_task(data)
     recipe.training.plan(len(task.splits["train"]))  # refuses before minutes are spent on encoding
     refuse_training_texts(task)
-    refuse_public_texts(recipe, task)
+    texts = digest_of_public_texts(recipe.model.public_file, recipe.data, task)
     model, tokenizer = load_model(recipe.model, task)
+    if texts is not None and getattr(model.config, "public_texts", None) != texts:
+        raise ValueError(
+            f"the components of {recipe.model.model_name_or_path} were fitted to other texts than "
+            f"public_file={recipe.model.public_file!r} has, and these were compared with no row: give "
+            "the file that they were fitted to, or the bare encoder as model_name_or_path."
+        )
     check_context(model, recipe)
     rows, collator = task.tokenize(tokenizer, recipe.model.pair_features), task.collator(tokenizer)
     if recipe.model.precompute_features:
@@ -122,22 +128,32 @@ def refuse_training_texts(task: AnyTask) -> None:
     PrivateRows(task.splits["train"]).refuse(task.splits["validation"])
 
 
-def refuse_public_texts(recipe: Recipe, task: AnyTask) -> None:
-    """Refuses a public_file with the text of a private row, also of rows that a subset left out.
+def digest_of_public_texts(file: str | None, data: DataArguments, task: AnyTask) -> str | None:
+    """Refuses a public_file with the text of a private row, also of rows that were left out.
+
+    Args:
+      file: the recipe's.
+      data: of the private rows, all of which count: also those without a label or beyond a subset.
+      task: whose text columns are read.
+
+    Returns:
+      The digest of its texts; None of no file.
 
     Raises:
       ValueError: see `recipes.public_features.public_rows`.
     """
-    from hf_dpzero.recipes.public_features import public_rows
-    from hf_dpzero.tasks import build_task
+    from hf_dpzero.recipes.public_features import digest_of_texts, public_rows
+    from hf_dpzero.tasks import description_of
     from hf_dpzero.tasks.classification import Task
+    from hf_dpzero.tasks.rows import load_splits
 
-    if recipe.model.public_file is None or not isinstance(task, Task):
-        return
-    whole = dataclasses.replace(recipe.data, max_train_samples=None, num_examples_per_class=None)
-    private = task if whole == recipe.data else build_task(whole)
-    assert isinstance(private, Task)
-    public_rows(private, recipe.model.public_file)
+    if file is None or not isinstance(task, Task):
+        return None
+    if data.task == "quickstart":
+        return digest_of_texts(public_rows(task, file))
+    known = description_of(data.task)
+    whole = load_splits(data, known.source if known else None)["train"]
+    return digest_of_texts(public_rows(task, file, whole))
 
 
 def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:

@@ -15,6 +15,9 @@ a frozen layer of the model, saved, digested and published with it.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from hf_dpzero.tasks.classification import Task
 
 _RANK = 1e-10  # of the largest eigenvalue: below, float32 states have no direction
+_LONG = 8  # characters of a text that no two rows have by chance
 
 
 @torch.no_grad()
@@ -52,8 +56,8 @@ def fit_public_features_(
     """
     import datasets
 
-    public = dataclasses.replace(task, splits=datasets.DatasetDict(public=public_rows(task, file)))
-    config = model.config
+    rows, config = public_rows(task, file), model.config
+    public = dataclasses.replace(task, splits=datasets.DatasetDict(public=rows))
     bare = SentenceClassifier.from_encoder(
         model.encoder, pooling=config.pooling, features=config.features, normalize=False
     )
@@ -68,6 +72,7 @@ def fit_public_features_(
     weight, bias = components_of(states["sentence_embedding"][:], layer.out_features)
     layer.weight.copy_(weight)
     layer.bias.copy_(bias)
+    config.public_texts = digest_of_texts(rows)
 
 
 @torch.no_grad()
@@ -91,13 +96,20 @@ def take_public_features_(model: SentenceClassifier, folder: str | Path) -> None
                     f"is {list(own.shape)}: it was made with another encoder, features or components."
                 )
             own.copy_(saved)
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    model.config.public_texts = config.get("public_texts")
 
 
-def public_rows(task: Task, file: str) -> datasets.Dataset:
+def public_rows(task: Task, file: str, private: datasets.Dataset | None = None) -> datasets.Dataset:
     """Reads the texts of a public file, and a label for each that means nothing.
 
+    Args:
+      task: its text columns are read.
+      file: as `ModelArguments.public_file`.
+      private: rows that none may be of; None: the task's training rows.
+
     Raises:
-      ValueError: the task's text columns are not there, or a text is that of a training row.
+      ValueError: the text columns are not there, or a text is that of a private row.
       FileNotFoundError: no such file.
     """
     import datasets
@@ -108,14 +120,27 @@ def public_rows(task: Task, file: str) -> datasets.Dataset:
     require_columns(
         datasets.DatasetDict(public=rows), columns, dict.fromkeys(columns, "public_file"), columns
     )
-    parts = (rows, task.splits["train"]) if "train" in task.splits else (rows,)
-    texts = [set(zip(*(part[c][:] for c in columns), strict=True)) for part in parts]
-    if any(texts[0] & private for private in texts[1:]):  # does not say how many or which
-        raise ValueError(
+    private = task.splits.get("train") if private is None else private
+    if private is not None and not _texts(private, columns).isdisjoint(_texts(rows, columns)):
+        raise ValueError(  # does not say how many or which
             f"public_file={file!r} holds the text of a training row, which the published model would be "
             "made of without noise: give texts that are none of them."
         )
     return rows.select_columns(columns).add_column("label", [0] * len(rows))
+
+
+def _texts(rows: datasets.Dataset, columns: Sequence[str]) -> set[tuple[str, ...]]:
+    """Rows, and each of their long texts by itself, whatever stands beside it."""
+    texts = [
+        [" ".join((t or "").split()) for t in rows[c][:]] for c in columns if c in rows.features
+    ]
+    long = {(text,) for column in texts for text in column if len(text) > _LONG}
+    return {*zip(*texts, strict=True)} | long
+
+
+def digest_of_texts(rows: datasets.Dataset) -> str:
+    """SHA-256 (hex) of the texts of `public_rows`, as `config.public_texts` has it."""
+    return hashlib.sha256(json.dumps(rows.to_dict()).encode()).hexdigest()
 
 
 def components_of(states: Tensor, components: int) -> tuple[Tensor, Tensor]:

@@ -465,12 +465,13 @@ def _encodes_together(classifier: SentenceClassifier, size: int, width: int) -> 
     ids = torch.randint(encoder.config.vocab_size, (size, width), generator=draw).to(place)
     lengths = torch.randint(min(2, width), width + 1, (size, 1), generator=draw)
     mask = (torch.arange(width) < lengths).long().to(place)
-    together = classifier._embed_text(ids, mask)
-    for row in {0, size // 2, size - 1}:
-        same = [row] * size
-        copies = classifier._embed_text(ids[same], mask[same])
-        if not torch.equal(copies, together[same]):
-            return False
+    for shown, rows in ((mask, {0, size // 2, size - 1}), (torch.ones_like(mask), {0})):
+        together = classifier._embed_text(ids, shown)
+        for row in rows:
+            same = [row] * size
+            copies = classifier._embed_text(ids[same], shown[same])
+            if not torch.equal(copies, together[same]):
+                return False
     return True
 
 

@@ -36,6 +36,7 @@ from hf_dpzero.reporting.wording import (
     needs_secret_batches,
     number,
     part_words,
+    public_caveats,
     relation_words,
     round_up,
     set_aside_words,
@@ -281,7 +282,8 @@ class PrivacyReport:
         if self.private:
             words = statement(facts, plan, self.tuning)
         first, *rest = caveats(facts, plan, self.tuning)
-        return replace(self, statement=words, caveats=[first, *federated_caveats(header), *rest])
+        own = [*federated_caveats(header), *public_caveats(header)]
+        return replace(self, statement=words, caveats=[first, *own, *rest])
 
     def with_tuning(
         self, tuning: Tuning, plan: PrivacyPlan, at_least: float = 0.0

@@ -413,6 +413,22 @@ FEDERATED_CAVEATS = (
 )
 
 
+def public_caveats(header: Mapping[str, Any]) -> list[str]:
+    """The caveat of a run on components that were fitted to public text; none for other runs.
+
+    >>> public_caveats({})
+    []
+    """
+    digest = header.get("public_texts")
+    if digest is None:
+        return []
+    return [
+        "The features are components that were fitted, without noise, to text that the user gave as "
+        f"public (SHA-256 {digest[:16]}). Only text that is exactly that of a training row was looked "
+        "for when they were fitted; whatever else the two share is not covered."
+    ]
+
+
 def federated_caveats(header: Mapping[str, Any]) -> list[str]:
     """Caveats of a federated run, to stand behind the first of its plan's; none for other runs.
 

@@ -402,5 +402,7 @@ def _candidates(name: str, sources: list[Mapping[str, Any]]) -> Iterator[Tensor]
                 break
         else:
             for key in files:
-                if key.partition(".")[2] == name:
+                rest = key.partition(".")[2]
+                # a decoder under a sentence_classifier is `encoder`, and `model` in its checkpoint
+                if rest == name or ("." in rest and name == f"encoder.{rest}"):
                     yield files[key].get_tensor(key)

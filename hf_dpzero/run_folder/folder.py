@@ -143,6 +143,8 @@ def ledger_header(run: Run) -> dict[str, Any]:
     if args.extends_run is not None:
         header["extends"] = header_entries(args.extends_run)
         header["tuning"] = worst_tuning(args.tuning, header["extends"])
+    if (texts := getattr(getattr(run.model, "config", None), "public_texts", None)) is not None:
+        header["public_texts"] = texts
     if args.testing.direction_key is not None:
         header["direction_key"] = f"{args.testing.direction_key:032x}"
     return header

@@ -12,6 +12,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,12 @@ def _by_tokens(dataset: Any) -> np.ndarray | None:
     """Row numbers, those with most tokens first, int [n]; None where no column has the tokens."""
     if not isinstance(dataset, datasets.Dataset) or "input_ids" not in dataset.column_names:
         return None
-    column = dataset.with_format("arrow", columns=["input_ids"])[:]["input_ids"]
+    table = dataset.with_format("arrow")
+    for name in {"labels", "label"} & set(dataset.column_names):
+        labels = table.select_columns(name)[:][name]
+        if pa.types.is_integer(labels.type) and (pc.min(labels).as_py() or 0) < 0:
+            return None  # rows without one: a batch's loss is no mean over its rows
+    column = table.select_columns("input_ids")[:]["input_ids"]
     if not str(column.type).partition("<")[0].endswith("list"):
         return None
     return np.argsort(-np.asarray(pc.list_value_length(column)), kind="stable")

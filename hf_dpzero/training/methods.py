@@ -253,7 +253,7 @@ class ZerothOrderMethod:
         around = FiniteDifferences(run.model, self.space, run.evaluate, args.smoothing)
         found, draws = None, landscape.CHEAP_DIRECTIONS if self._cheap else landscape.DIRECTIONS
         with leaving_out("curvature of public rows was not looked at"), isolated_randomness():
-            if public := public_microbatches(run, landscape.ROWS):
+            if public := public_microbatches(run, landscape.ROWS, published=True):
                 found = collectives.shared(landscape.measure(around, public, draws))
         return found
 

@@ -169,6 +169,13 @@ class PublishingTrainer(Trainer):
         for rows in known:
             rows.refuse(dataset)
 
+    def unlike_private(self, dataset: Any, numbers: Sequence[int]) -> list[int]:
+        """Returns those of some rows' numbers that are no row of the private training data."""
+        left = list(numbers)
+        for rows in self._private_rows:  # none of a run that is not private
+            left = rows.unlike(dataset, left)
+        return left
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in Trainer; texts are tokenised, and the private training rows are refused."""
         if self._texts is not None:

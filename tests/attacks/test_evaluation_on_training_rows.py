@@ -315,3 +315,22 @@ def test_a_run_without_privacy_evaluates_what_it_likes(tmp_path):
     assert "NOT PRIVATE" in str(trainer.privacy_report())
     with pytest.raises(ValueError, match="evaluating on the private data"):
         build(tmp_path, **settings)
+
+
+def test_no_private_row_moves_the_learning_rate(tmp_path):
+    """One row may be alike by chance, and is tolerated: what is published is made of the others."""
+    rates = set()
+    for i in range(3):
+        public = datasets.concatenate_datasets([PUBLIC.select(range(8)), PRIVATE.select([i])])
+        args = config(
+            tmp_path / str(i), learning_rate=None, clip=0.05, trainable="classifier",
+            noise_multiplier=0.5, expected_batch_size=60, max_steps=1,
+        )  # fmt: skip
+        trainer = DPZeroTrainer(
+            model=tiny_model(), args=args, train_dataset=PRIVATE, eval_dataset=public,
+            data_collator=default_data_collator,
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.run.landscape is not None and trainer.run.landscape.rows == 8
+        rates.add(trainer.trajectory.releases[0].learning_rate)
+    assert len(rates) == 1

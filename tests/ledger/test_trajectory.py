@@ -337,6 +337,25 @@ def test_a_changed_plan_is_refused_by_name(tmp_path: Path, key: str, value: obje
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("direction_scale", {"bert": 0.1}),
+        ("smoothing_schedule", {"a": 1}),
+        ("hold_direction_for", 4),
+    ],
+)
+def test_a_setting_that_is_left_out_later_is_refused_by_name(
+    tmp_path: Path, key: str, value: object
+):
+    """Headers have these where they are set: a run without them would go on along other directions."""
+    path = tmp_path / "t.ledger"
+    written(path, 2, **{key: value})
+    with pytest.raises(LedgerError, match=rf"(?m)^  {key}[.\w]*: .+ -> \(not set\)$"):
+        Trajectory.open(path, header_for())
+    Trajectory.open(path, header_for(**{key: value}))
+
+
+@pytest.mark.parametrize(
     "release",
     [
         Release(1, (1.0, 2.0), 0.1),  # not after step 1

@@ -14,7 +14,7 @@ from tiny_language_models import save_causal_lm
 
 from hf_dpzero.cli import main
 from hf_dpzero.recipes.arguments import ModelArguments
-from hf_dpzero.recipes.build import build_trainer
+from hf_dpzero.recipes.build import build_trainer, digest_of_public_texts
 from hf_dpzero.recipes.models import load_model
 from hf_dpzero.recipes.public_features import components_of, public_rows, take_public_features_
 from hf_dpzero.recipes.recipe import load_recipe
@@ -130,6 +130,16 @@ def test_a_run_is_saved_evaluated_and_replayed(checkpoint, tmp_path, capsys):
     )
     assert torch.equal(again.public_features.weight, model.public_features.weight)
     assert not torch.equal(again.classifier.weight, model.classifier.weight)
+    report = json.loads((out / "privacy_report.json").read_text())
+    assert (
+        report["base_weights"] == "equal_to_named_but_new_parts"
+    )  # the decoder is the checkpoint's
+    assert any(f"(SHA-256 {again.config.public_texts[:16]})" in c for c in report["caveats"])
+    further = {**values, "model_name_or_path": str(out), "base_is_public": True}
+    public_file(tmp_path, PUBLIC[1:])
+    with pytest.raises(ValueError, match="were fitted to other texts than public_file="):
+        build_trainer(load_recipe(written(tmp_path, further)))
+    written(tmp_path, values)
     Path(values["public_file"]).unlink()  # whoever verifies a release may not have it
     assert main.main(["evaluate", recipe, "--model_name_or_path", str(out)]) == 0
     words = ["--trajectory", str(out / "trajectory.safetensors"), "--output_dir"]
@@ -169,6 +179,38 @@ def test_rows_that_a_subset_left_out_are_private_too(checkpoint, tmp_path):
     public_file(tmp_path, [*PUBLIC, left_out])
     with pytest.raises(ValueError, match="holds the text of a training row"):
         build_trainer(recipe)
+
+
+def test_a_zero_shot_figure_is_of_no_private_row(checkpoint, tmp_path, capsys):
+    """Also where the rows that it would be fitted to were left out of the recipe's subset."""
+    recipe = written(tmp_path, settings(tmp_path, checkpoint, max_train_samples=2))
+    public_file(tmp_path, TEXTS[8:])
+    assert main.main(["evaluate", recipe, "--zero_shot"]) == 2
+    assert "holds the text of a training row" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "public",
+    [
+        {"premise": "The  film was good.", "hypothesis": "Nobody was there."},
+        {"premise": "Nobody was there.", "hypothesis": "The film was good."},
+    ],
+)
+def test_a_private_text_beside_another_one_is_private(tmp_path, public):
+    """Of pairs each long text counts, and rows without a label as well."""
+    rows = [
+        {"premise": "A horse ran home.", "hypothesis": "It ran.", "label": 0},
+        {"premise": "The film was good.", "hypothesis": "It was so.", "label": -1},
+    ]
+    files = row_files(tmp_path, rows, [{"premise": "A", "hypothesis": "B", "label": 1}])
+    data, path = DataArguments(task="snli", **files), tmp_path / "public.jsonl"
+    path.write_text(json.dumps({"premise": "A man", "hypothesis": "It ran."}) + "\n")
+    assert digest_of_public_texts(
+        str(path), data, build_task(data)
+    )  # short texts are alike by chance
+    path.write_text(json.dumps(public) + "\n")
+    with pytest.raises(ValueError, match="holds the text of a training row"):
+        digest_of_public_texts(str(path), data, build_task(data))
 
 
 def test_states_that_are_not_finite_or_too_narrow_are_refused():

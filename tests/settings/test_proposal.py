@@ -73,6 +73,12 @@ def test_the_command_plans_what_it_proposes(capsys):
     assert told["epsilon"] <= 2.0 and told["learning_rate"] > 0
 
 
+def test_steps_beside_a_proposal_are_refused(capsys):
+    command = "plan --num_examples 5000 --target_epsilon 2 --propose 5 --rows_per_second 50"
+    assert main(f"{command} --max_steps 10".split()) == 2
+    assert "max_steps=10 is what --propose chooses" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "given", ["--propose 10", "--rows_per_second 5", "--propose 0 --rows_per_second 5"]
 )

@@ -133,6 +133,15 @@ def test_rows_stay_in_order_where_a_function_of_the_users_could_tell(tmp_path, g
     assert widths == widths_of(LENGTHS)
 
 
+def test_rows_without_a_label_keep_all_in_order(tmp_path):
+    """A batch's loss is no mean over its rows there."""
+    trainer, widths = made(tmp_path)
+    labels = [-100, *ROWS["labels"][1:]]
+    unlabelled = ROWS.remove_columns("labels").add_column("labels", labels)
+    trainer.predict(unlabelled)
+    assert widths == widths_of(LENGTHS)
+
+
 def test_rows_that_do_not_tell_their_length_stay_in_order(tmp_path):
     trainer, widths = made(tmp_path)
     trainer.predict(list(ROWS.remove_columns("where")))
