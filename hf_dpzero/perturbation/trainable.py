@@ -70,7 +70,7 @@ def scales_of(names: Sequence[str], patterns: Mapping[str, float]) -> list[float
         if not any(re.search(pattern, name) for name in names):
             raise ValueError(
                 f"direction_scale: {pattern!r} matches no trainable parameter; there are e.g. "
-                f"{[*names[:1], *names[-2:]]}."
+                f"{list(dict.fromkeys([*names[:1], *names[-2:]]))}."
             )
     return [next((s for p, s in patterns.items() if re.search(p, name)), 1.0) for name in names]
 

@@ -57,6 +57,7 @@ def fit_public_features_(
     import datasets
 
     rows, config = public_rows(task, file), model.config
+    check_enough(len(rows), len(rows), config.components or 0)  # before minutes of encoding
     public = dataclasses.replace(task, splits=datasets.DatasetDict(public=rows))
     bare = SentenceClassifier.from_encoder(
         model.encoder, pooling=config.pooling, features=config.features, normalize=False
@@ -116,6 +117,8 @@ def public_rows(task: Task, file: str, private: datasets.Dataset | None = None) 
 
     from hf_dpzero.tasks.rows import read_rows, require_columns
 
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"public_file={file!r} not found; give a file of public texts.")
     rows, columns = read_rows(Path(file)), list(task.text_columns)
     require_columns(
         datasets.DatasetDict(public=rows), columns, dict.fromkeys(columns, "public_file"), columns
@@ -141,6 +144,16 @@ def _texts(rows: datasets.Dataset, columns: Sequence[str]) -> set[tuple[str, ...
 def digest_of_texts(rows: datasets.Dataset) -> str:
     """SHA-256 (hex) of the texts of `public_rows`, as `config.public_texts` has it."""
     return hashlib.sha256(json.dumps(rows.to_dict()).encode()).hexdigest()
+
+
+def check_enough(rows: int, span: int, components: int) -> None:
+    """Refuses more components than the states of so many rows can have, or have."""
+    span = min(span, rows - 1)
+    if span < components:
+        raise ValueError(
+            f"components={components}, and the states of {rows} public rows span {span} directions: "
+            f"give at least {components + 1} different rows, or set components to {span} at most."
+        )
 
 
 def components_of(states: Tensor, components: int) -> tuple[Tensor, Tensor]:
@@ -174,11 +187,7 @@ def components_of(states: Tensor, components: int) -> tuple[Tensor, Tensor]:
     z = (h - mean) * inverse
     values, vectors = torch.linalg.eigh(z.T @ z / len(z))
     span = int((values > _RANK * values[-1]).sum())
-    if span < components:
-        raise ValueError(
-            f"components={components}, and the states of {len(h)} public rows span {span} directions: "
-            f"give at least {components + 1} different rows, or set components to {span} at most."
-        )
+    check_enough(len(h), span, components)
     kept, largest = values.flip(0)[:components], vectors.flip(1)[:, :components]
     weight = (inverse[:, None] * largest / kept**0.25).T
     weight /= ((h - mean) @ weight.T).norm(dim=1).median()

@@ -12,7 +12,6 @@ Importing this module registers the classes with AutoConfig and AutoModelForSequ
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
+_TRIED = "_hf_dpzero_encodes_together"
 _MAP_BATCH, _ENCODED = 2048, 32  # rows handed over at once; rows in a pass, so that few fill it up
 
 
@@ -408,10 +408,15 @@ def precompute_features(
     alone = bool(couples_values(classifier)) or size == 1
     place = classifier.classifier.weight.device
 
-    @functools.cache
+    # Kept with the frozen encoder, for other splits are of the same widths.
+    tried: dict[tuple[Any, ...], bool] = vars(classifier.encoder).setdefault(_TRIED, {})
+
     def rows_of(width: int) -> int:
         """Rows of a pass, by its width alone: no private row chooses how others are computed."""
-        return 1 if alone or not _encodes_together(classifier, size, width) else size
+        key = (size, width, config.features, config.pooling, str(place))
+        if not alone and key not in tried:
+            tried[key] = _encodes_together(classifier, size, width)
+        return size if not alone and tried[key] else 1
 
     @torch.no_grad()
     def encode(rows: Mapping[str, list[Any]]) -> dict[str, np.ndarray]:

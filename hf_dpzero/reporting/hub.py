@@ -280,12 +280,10 @@ def _fill(
         _check_plain(path)
         shutil.copyfile(path, staged / path.name)
     report.save(staged)
-    # An adapter's base model that is a local folder goes by the folder's name, as in the recipe.
-    adapter = _read_json(staged / ADAPTER_FILE)
-    base = adapter.get("base_model_name_or_path")
-    if base and (Path(base).is_absolute() or Path(base).is_dir()):
-        text = json.dumps({**adapter, "base_model_name_or_path": Path(base).name}, indent=2)
-        (staged / ADAPTER_FILE).write_text(text + "\n", encoding="utf-8")
+    # A base that is a local folder goes by the folder's name, as in the recipe.
+    for file in (ADAPTER_FILE, "config.json"):
+        if (shown := _without_folders(given := _read_json(staged / file))) != given:
+            (staged / file).write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
     metrics = public_results(_read_json(source / RESULTS_FILE))
     if metrics:
         text = json.dumps(metrics, indent=4, allow_nan=False)
@@ -294,6 +292,19 @@ def _fill(
     if recipe:
         (staged / RECIPE_FILE).write_text(recipe, encoding="utf-8")
     _write_card(staged, report, trajectory, repo_id)
+
+
+def _without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, and those in it of parts, in which a local base has its folder's name alone."""
+
+    def shown(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _without_folders(value)
+        if not (isinstance(value, str) and value and key.endswith("_name_or_path")):
+            return value
+        return Path(value).name if Path(value).is_absolute() or Path(value).is_dir() else value
+
+    return {key: shown(key, value) for key, value in config.items()}
 
 
 def _check_plain(path: Path) -> None:

@@ -140,6 +140,9 @@ def test_a_run_is_saved_evaluated_and_replayed(checkpoint, tmp_path, capsys):
     with pytest.raises(ValueError, match="were fitted to other texts than public_file="):
         build_trainer(load_recipe(written(tmp_path, further)))
     written(tmp_path, values)
+    assert main.main(["push", str(out), "--repo_id", "me/it", "--dry_run"]) == 0
+    shown = json.loads((out / "hub" / "config.json").read_text())
+    assert shown["encoder"]["_name_or_path"] == checkpoint.name  # not where it lay
     Path(values["public_file"]).unlink()  # whoever verifies a release may not have it
     assert main.main(["evaluate", recipe, "--model_name_or_path", str(out)]) == 0
     words = ["--trajectory", str(out / "trajectory.safetensors"), "--output_dir"]
