@@ -157,9 +157,9 @@ BUGS = (
     Bug("secret_folder_shipped",
         "A push to the Hub copies what lies under `_private`.",
         "hf_dpzero/reporting/hub.py", "tests/reporting/test_hub.py",
-        "    report.save(staged)\n    # An adapter",
+        "    report.save(staged)\n    # A base that",
         '    for path in source.glob("_private/*"):\n        shutil.copyfile(path, staged / path.name)\n'
-        "    report.save(staged)\n    # An adapter"),
+        "    report.save(staged)\n    # A base that"),
     Bug("wrong_shards",
         "Every process takes the first one's microbatches, so examples count twice.",
         "hf_dpzero/batches/logical_batch.py",

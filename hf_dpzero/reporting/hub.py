@@ -280,7 +280,7 @@ def _fill(
         _check_plain(path)
         shutil.copyfile(path, staged / path.name)
     report.save(staged)
-    # A base that is a local folder goes by the folder's name, as in the recipe.
+    # A base that is a local folder goes by its name, as in the recipe.
     for file in (ADAPTER_FILE, "config.json"):
         if (shown := _without_folders(given := _read_json(staged / file))) != given:
             (staged / file).write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
