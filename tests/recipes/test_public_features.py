@@ -68,6 +68,7 @@ def loaded(values: dict[str, Any]) -> tuple[SentenceClassifier, Any, Any]:
     return model, tokenizer, task
 
 
+@pytest.mark.false_alarm(0)  # a fixed seed
 def test_components_are_standardised_rotated_and_half_whitened():
     """Against z = c diag(l)^(-1/4) V' (h - m) / s, whose covariance is c^2 diag(sqrt(l))."""
     generator = torch.Generator().manual_seed(0)

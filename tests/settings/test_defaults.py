@@ -57,7 +57,7 @@ def test_what_is_given_stays_and_other_methods_keep_the_classic_values(tmp_path)
 @pytest.fixture
 def nothing_public(monkeypatch):
     """No public row tells the loss' landscape: the rate is the plan's."""
-    monkeypatch.setattr(methods, "public_microbatches", lambda *_: [])
+    monkeypatch.setattr(methods, "public_microbatches", lambda *_, **__: [])
 
 
 def test_with_a_clip_only_the_rate_is_chosen(tmp_path, nothing_public):
