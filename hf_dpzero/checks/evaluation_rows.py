@@ -120,10 +120,14 @@ class PrivateRows:
         if self.dataset is None:
             return list(numbers)
         for columns, _ in _comparable(self.dataset, evaluation):
-            if columns not in self._digests:
-                self._digests[columns] = _digests(self.dataset, columns)
-            alike |= np.isin(_digests(evaluation, columns, numbers), self._digests[columns])
+            private = self._private(self.dataset, columns)
+            alike |= np.isin(_digests(evaluation, columns, numbers), private)
         return [number for number, same in zip(numbers, alike.tolist(), strict=True) if not same]
+
+    def _private(self, dataset: Dataset, columns: Columns) -> np.ndarray:
+        if columns not in self._digests:
+            self._digests[columns] = _digests(dataset, columns)
+        return self._digests[columns]
 
     def _share(self, evaluation: Dataset, dataset: Dataset) -> float:
         """The share of evaluation rows with private content, if it is small enough.
@@ -133,9 +137,7 @@ class PrivateRows:
         """
         share = 0.0
         for columns, least in _comparable(dataset, evaluation):
-            if columns not in self._digests:
-                self._digests[columns] = _digests(dataset, columns)
-            private = self._digests[columns]
+            private = self._private(dataset, columns)
             counts = np.unique(private, return_counts=True)[1]
             repeated = float(counts[counts > 1].sum() / max(1, len(private)))
             if counts.max(initial=0) <= COPIES:

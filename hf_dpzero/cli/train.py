@@ -127,9 +127,8 @@ def run_evaluate(arguments: Evaluate) -> None:
             )
         task = build_task(recipe.data)
         build.refuse_training_texts(task)
-        public = (
-            recipe.model.public_file if statement == ZERO_SHOT else None
-        )  # else nothing is fitted
+        # of another model nothing is fitted
+        public = recipe.model.public_file if statement == ZERO_SHOT else None
         build.digest_of_public_texts(public, recipe.data, task)
         # The private rows may be others: those of the recipe's file, or of the recipe beside the model.
         rows = attrgetter(
@@ -140,9 +139,7 @@ def run_evaluate(arguments: Evaluate) -> None:
             with contextlib.suppress(OSError, ValueError):  # a recipe of rows that are not here
                 other = load_recipe(file, {"output_dir": scratch}).data
             if other is not None and rows(other) != rows(recipe.data):
-                build.refuse_rows_of(other, task)
-                with contextlib.suppress(OSError):
-                    build.digest_of_public_texts(public, other, task)
+                build.refuse_rows_of(other, task, public)
         metrics = _evaluate(recipe, task, base, quiet=arguments.json)
     results = {**metrics, "privacy": statement}
     if "output_dir" in overrides:

@@ -156,20 +156,23 @@ def digest_of_public_texts(file: str | None, data: DataArguments, task: AnyTask)
     return digest_of_texts(public_rows(task, file, whole))
 
 
-def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:
-    """Refuses validation rows that are in the private data of another recipe, also what it did not draw.
+def refuse_rows_of(data: DataArguments, task: AnyTask, public: str | None = None) -> None:
+    """Refuses validation rows and public text that another recipe's private data has, drawn or not.
 
     Does nothing where these data cannot be read: a published recipe comes without its rows.
 
     Args:
       data: of the other recipe, such as the one that the evaluated model was trained with.
       task: what is evaluated.
+      public: the `public_file` that components are fitted to, if any are.
 
     Raises:
       ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
     from hf_dpzero.checks.evaluation_rows import PrivateRows
+    from hf_dpzero.recipes.public_features import public_rows
     from hf_dpzero.tasks import build_task
+    from hf_dpzero.tasks.classification import Task
 
     # Rows that its subset left out are as private as those that it drew.
     whole = dataclasses.replace(
@@ -180,6 +183,8 @@ def refuse_rows_of(data: DataArguments, task: AnyTask) -> None:
     except (OSError, ValueError):
         return
     PrivateRows(private).refuse(task.splits["validation"])
+    if public is not None and isinstance(task, Task):
+        public_rows(task, public, private)
 
 
 def check_context(model: nn.Module, recipe: Recipe) -> None:

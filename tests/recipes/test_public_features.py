@@ -193,6 +193,25 @@ def test_a_zero_shot_figure_is_of_no_private_row(checkpoint, tmp_path, capsys):
     assert "holds the text of a training row" in capsys.readouterr().err
 
 
+def test_the_recipes_own_rows_are_private_whatever_the_command_line_names(
+    checkpoint, tmp_path, capsys
+):
+    values = settings(tmp_path, checkpoint)
+    recipe, elsewhere = written(tmp_path, values), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    others = [
+        {"sentence": f"A lake by the {word}.", "label": i % 2} for i, word in enumerate(WORDS)
+    ]
+    files = row_files(elsewhere, others[:8], others[8:])
+    words = ["evaluate", recipe, "--zero_shot", *(f"--{k}={v}" for k, v in files.items())]
+    assert main.main(words) == 0
+    public_file(tmp_path, TEXTS[8:])
+    assert main.main(words) == 2
+    assert "holds the text of a training row" in capsys.readouterr().err
+    Path(values["train_file"]).unlink()  # a recipe of rows that are not here
+    assert main.main(words) == 0
+
+
 @pytest.mark.parametrize(
     "public",
     [
