@@ -361,6 +361,7 @@ def _write_card(
         trajectory=trajectory if recipe or base_of_replay else None,
         repo_id=repo_id,
         model_type=config.get("model_type"),
+        template=settings.get("template"),
         plot=(folder / PLOT_FILE).is_file(),
     )
     write_atomically(folder / CARD_FILE, card.content)

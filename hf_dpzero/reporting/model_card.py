@@ -47,6 +47,7 @@ def model_card(
     trajectory: Trajectory | None = None,
     repo_id: str | None = None,
     model_type: str | None = None,
+    template: str | None = None,
     plot: bool = False,
 ) -> ModelCard:
     """The card of a trained model: the statement in words and numbers, results, use, limits.
@@ -65,6 +66,7 @@ def model_card(
       trajectory: adds how to rebuild the weights, where it can be replayed.
       repo_id: Hub id that the loading example names.
       model_type: of the configuration; "sentence_classifier" needs this package for loading.
+      template: the recipe's, that a text must be put into before the model reads it.
       plot: embed the training curve that lies beside the card.
     """
     from huggingface_hub import ModelCard
@@ -103,6 +105,7 @@ def model_card(
         masked=masked,
         auto=auto.replace("AutoModel", "AutoPeftModel") if peft and not masked else auto,
         own_model=f"hf_dpzero.recipes.{_OWN_MODEL}" if model_type == _OWN_MODEL else None,
+        template=template,
         trajectory=trajectory if trajectory and trajectory.header["replayable"] else None,
         recipe=recipe,
     )

@@ -434,6 +434,14 @@ def test_card_of_a_sentence_classifier_imports_its_class(run: Path, tmp_path: Pa
     assert "from transformers import AutoModelForSequenceClassification, AutoTokenizer" in lines
 
 
+def test_card_shows_the_template_that_texts_must_be_in() -> None:
+    assert (
+        "```text\nReview: {sentence}\nSentiment:\n```"
+        in full_card(template="Review: {sentence}\nSentiment:").text
+    )
+    assert "in this template" not in full_card().text
+
+
 def test_card_shows_no_local_path(tmp_path: Path) -> None:
     card = full_card(base_model=str(tmp_path / "tiny-bert"), dataset=None, recipe=None)
     assert str(tmp_path) not in card.content
