@@ -181,6 +181,8 @@ def unmasked_each(batch: Row) -> list[frozenset[str]]:
         found[_PLACES] = positions.diff(dim=-1).eq(1)
     whole = {name: true[:, None].flatten(1).all(1).tolist() for name, true in found.items()}
     rows = range(batch_size(batch))
+    if not whole:
+        return [frozenset()] * len(rows)
     return [frozenset(name for name, of_rows in whole.items() if of_rows[i]) for i in rows]
 
 
@@ -286,9 +288,7 @@ class PassShapes:
             with drawing_from(
                 entropy
             ):  # every process collates all rows, and needs the same widths
-                rows, shaped = self._in_buckets(list(indices))
-            for place in range(len(indices)):
-                groups.setdefault(shaped[place], []).append(place)
+                rows, groups = self._in_buckets(list(indices))
         plans: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(shares)]
         for (width, _), group in groups.items():
             for number, part in enumerate(self.placement.filled(width, len(group))):
@@ -307,9 +307,11 @@ class PassShapes:
         made = [self.filled(joined([rows[i] for i in c]), slots, c) for slots, c in plans[share]]
         return made, places
 
-    def _in_buckets(self, indices: list[int]) -> tuple[dict[int, Placed], dict[int, Signature]]:
-        """The rows, widened, and their widths and shapes, by place."""
-        rows, shaped, blocks = dict[int, Placed](), dict[int, Signature](), None
+    def _in_buckets(
+        self, indices: list[int]
+    ) -> tuple[dict[int, Placed], dict[Signature, list[int]]]:
+        """The rows, widened, by place; the places of each width and shape, both in order."""
+        rows, groups, blocks = dict[int, Placed](), dict[Signature, list[int]](), None
         if self.collate_blocks is not None:
             blocks = self.collate_blocks(indices)
         for places, block in blocks or (
@@ -318,9 +320,13 @@ class PassShapes:
             several, wide = len(places) > 1, self.in_bucket(block)
             self._of_kind(one_of(block) if several else block)
             shape, width = shape_of(one_of(wide) if several else wide), width_of(wide)
-            for number, (place, whole) in enumerate(zip(places, unmasked_each(wide), strict=True)):
-                rows[place], shaped[place] = (wide, number), (width, (*shape, whole))
-        return rows, shaped
+            rows.update((place, (wide, number)) for number, place in enumerate(places))
+            wholes = unmasked_each(wide)
+            for whole in set(wholes):
+                alike = [p for p, w in zip(places, wholes, strict=True) if w == whole]
+                groups.setdefault((width, (*shape, whole)), []).extend(alike)
+        ordered = sorted((sorted(places), key) for key, places in groups.items())
+        return rows, {key: places for places, key in ordered}
 
     def in_bucket(self, batch: Row) -> dict[str, Tensor]:
         """Widens collated rows of one length to what that gives; a new batch."""

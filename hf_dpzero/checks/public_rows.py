@@ -1,4 +1,4 @@
-"""Public rows that a run is tried on: a few of eval_dataset, or random tokens. Never private ones."""
+"""Public rows that a run is tried on: a few of eval_dataset, or random ones. Never private ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import Rows
 from hf_dpzero.batches.shapes import Row
+from hf_dpzero.checks.invented_rows import InventedRows
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.forward_passes import ParameterChanged
@@ -53,14 +54,12 @@ def leaving_out(what: str) -> Iterator[None]:
 def public_microbatches(
     run: Run, most: int = precision_diagnostics.ROWS, published: bool = False
 ) -> list[Mapping[str, Tensor]]:
-    """A few rows of eval_dataset, or random tokens, in passes of the run; those with most rows first.
+    """A few rows of eval_dataset, or random ones, in passes of the run; those with most rows first.
 
     Where what is made of them is `published`, none that is a private row too.
     """
     if run.evaluation is None:
-        tokens = precision_diagnostics.random_tokens(run.probe(), run.model) or {}
-        drawn = [dict(zip(tokens, row, strict=True)) for row in zip(*tokens.values(), strict=True)]
-        rows = Rows(drawn, default_collate)
+        rows = Rows(_random(run, most, published), default_collate)
     else:
         rows = run.rows_of(run.evaluation)
     chosen = list(range(min(most, len(rows.dataset))))
@@ -78,6 +77,17 @@ def public_microbatches(
         collate_each=rows.collate_each,
     )
     return sorted(shapes.microbatches(chosen), key=num_examples, reverse=True)
+
+
+def _random(run: Run, most: int, published: bool) -> list[Row]:
+    """Random tokens; else, where nothing that is `published` follows from their size, numbers."""
+    tokens = precision_diagnostics.random_tokens(run.probe(), run.model)
+    if tokens is not None:
+        return [dict(zip(tokens, row, strict=True)) for row in zip(*tokens.values(), strict=True)]
+    if published or run.shapes is None:
+        return []
+    made = InventedRows(run.shapes.collate_each([0])[0], run.model, run.shapes)
+    return [{name: v[0] for name, v in made.narrow(i).items()} for i in range(most)]
 
 
 def evaluation_rows(run: Run, most: int) -> list[Row]:
