@@ -167,10 +167,9 @@ def space_from_header(model: nn.Module, header: Mapping[str, Any]) -> ParameterS
     """The parameter space that a trajectory's releases act on.
 
     Returns:
-      The space, with the header's direction, smoothing, decayed tensors and scales.
+      The space, with the header's direction, smoothing and decayed tensors.
     """
-    settings = {name: header[name] for name in ("smoothing", "decayed")}
-    settings["scale"] = header.get("direction_scale")
+    settings = {"smoothing": header["smoothing"], "decayed": header["decayed"]}
     return ParameterSpace.from_model(model, distribution=header["direction"], **settings)
 
 

@@ -42,7 +42,7 @@ from hf_dpzero.ledger.log_file import (
 FORMAT, VERSION = "hf_dpzero.trajectory", 2  # 2: Philox4x32 directions
 LEDGER_NAME, SHIPPING_NAME = "trajectory.ledger", "trajectory.safetensors"
 
-_OPTIONAL = ("direction_scale", "smoothing_schedule", "hold_direction_for")
+_OPTIONAL = ("smoothing_schedule", "hold_direction_for")
 """Entries of a header that a run without such a setting leaves out."""
 
 _FLOAT32 = struct.Struct("<f")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,11 +27,10 @@ from hf_dpzero.perturbation.sharding import (
     mesh_of,
     own_part,
 )
-from hf_dpzero.perturbation.trainable import check_trainable, gathered, scales_of
+from hf_dpzero.perturbation.trainable import check_trainable, gathered
 
 _address: Callable[[Tensor], int] = torch._C.TensorBase.data_ptr  # the fastest over many tensors
 SMALL = 1 << 16  # elements below which neighbouring tensors share a segment
-_FINEST = 8  # grid steps that a scaled perturbation has at least: within 1/16 of what it should be
 _PRODUCT_CHUNK = 1 << 19  # coordinates of all directions together, at a time
 AnySegment = GridSegment | RoundedSegment
 
@@ -47,11 +44,7 @@ class Coordinates:
     """
 
     def __init__(
-        self,
-        named_tensors: Iterable[tuple[str, Tensor]],
-        distribution: str,
-        smoothing: float,
-        scale: Mapping[str, float],
+        self, named_tensors: Iterable[tuple[str, Tensor]], distribution: str, smoothing: float
     ) -> None:
         check_distribution(distribution)
         named = list(named_tensors)
@@ -75,9 +68,6 @@ class Coordinates:
             False  # whether `snap_` or `load_state_dict` has put the tensors on their grids
         )
         self._segments = self._make_segments()
-        scales = np.array(scales_of(self.names, scale))
-        for segment in self._segments:
-            segment.scales = scales[segment.numbers.astype(np.int64)]
         self._grids = [s for s in self._segments if isinstance(s, GridSegment)]
         self._places = {
             int(number): (segment, m)
@@ -134,21 +124,7 @@ class Coordinates:
         self._follow_storage_()
         for segment in self._segments:
             segment.snap_(self._reach)
-        self._check_scales()
         self.snapped = True
-
-    def _check_scales(self) -> None:
-        """Refuses scales at which a perturbation is lost in rounding."""
-        for segment in self._segments:
-            least = _FINEST * segment.spacing if isinstance(segment, GridSegment) else math.inf
-            lost = (segment.scales < 1) & (self.smoothing * segment.scales < least)
-            for m in np.flatnonzero(lost)[:1].tolist():
-                raise ValueError(
-                    f"direction_scale={segment.scales[m]:g} of {self.names[int(segment.numbers[m])]}, "
-                    f"{segment.flat.dtype}: times smoothing={self.smoothing:g} that is lost in "
-                    "rounding. Raise one of them, or leave the tensor out of `trainable`; only "
-                    "float32 tensors are scaled."
-                )
 
     def stream(self, direction: Direction) -> DirectionStream:
         """Returns the coordinates of `direction` here (kept until another is perturbed along)."""

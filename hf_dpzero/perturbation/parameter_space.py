@@ -72,16 +72,13 @@ class ParameterSpace(Coordinates):
       distribution: `rademacher`, `gaussian` or `sphere`.
       smoothing: lambda, the largest coefficient of a perturbation (the grids leave room for it).
       decayed: names of the tensors that weight decay applies to; None for all.
-      scale: by which directions are smaller in some tensors (see `trainable.scales_of`): u is S u
-        then, E[S u (S u)'] = S^2, for perturbation and update alike.
 
     Attributes:
       layout: (offset, size) of each tensor in the direction's index space.
       traffic: bytes of parameters read and written so far.
 
     Raises:
-      ValueError: nothing is trainable, an unsupported dtype, meta tensors, shared memory; on the
-        first move a scale that rounding would swallow.
+      ValueError: nothing is trainable, an unsupported dtype, meta tensors, shared memory.
     """
 
     def __init__(
@@ -91,9 +88,8 @@ class ParameterSpace(Coordinates):
         distribution: str = "rademacher",
         smoothing: float = 1e-3,
         decayed: Collection[str] | None = None,
-        scale: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__(named_tensors, distribution, smoothing, scale or {})
+        super().__init__(named_tensors, distribution, smoothing)
         self.decayed = set(self.names if decayed is None else decayed)
         self._last_update: dict[Direction, float] = {}
         self._pending: dict[Direction, float] = {}
@@ -114,13 +110,10 @@ class ParameterSpace(Coordinates):
         distribution: str = "rademacher",
         smoothing: float = 1e-3,
         decayed: Collection[str] | None = None,
-        scale: Mapping[str, float] | None = None,
     ) -> Self:
         """Makes the space of a model's parameters with `requires_grad`; tied weights count once."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        return cls(
-            trainable, distribution=distribution, smoothing=smoothing, decayed=decayed, scale=scale
-        )
+        return cls(trainable, distribution=distribution, smoothing=smoothing, decayed=decayed)
 
     def state_dict(self) -> dict[str, GridState | dict[str, float]]:
         """Returns what a resumed run needs to stay on the same grids (public, JSON-safe)."""

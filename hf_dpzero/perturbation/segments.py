@@ -103,11 +103,9 @@ class Segment:
 
     Attributes:
       agree: a number of these tensors -> the largest of all processes' numbers.
-      scales: s in (0, 1] of each tensor, float64 [M]; a direction is s u there.
     """
 
     agree: Callable[[float], float] = staticmethod(float)
-    scales: NDArray[np.float64]
 
     def __init__(
         self,
@@ -119,7 +117,7 @@ class Segment:
     ) -> None:
         self.flat, self.offset, self.sizes, self.starts = flat, offset, sizes, list(starts)
         self.places = [offset + start for start in starts]
-        self.numbers, self.scales = np.array(numbers, np.uint64), np.ones(len(numbers))
+        self.numbers = np.array(numbers, np.uint64)
         self.members = Members.at(self.starts, flat.numel()) if len(starts) > 1 else None
 
     def member(self, m: int) -> Tensor:
@@ -219,7 +217,7 @@ class GridSegment(Segment):
         """Puts every member on its grid."""
         for m in range(len(self.sizes)):
             self.bounds[m] = self.agree(grids.largest_magnitude(self.member(m)))
-            self._regrid_(m, grids.exponent_for(self.bounds[m] + reach * self.scales[m]))
+            self._regrid_(m, grids.exponent_for(self.bounds[m] + reach))
 
     def _regrid_(self, m: int, exponent: int) -> None:
         self.exponents[m] = exponent
@@ -263,13 +261,13 @@ class GridSegment(Segment):
         if short.any():
             settle()
             for m in np.flatnonzero(short).tolist():
-                self._measure_(m, (growth + reach) * self.scales[m])
-        self.bounds += growth * self.scales + roundings * self.spacing
+                self._measure_(m, growth + reach)
+        self.bounds += growth + roundings * self.spacing
 
     def _short(self, growth: float, reach: float, roundings: int) -> NDArray[np.bool_]:
         # which members could pass their grid's range after growing and on a perturbation
-        grown = self.bounds + (growth * self.scales + roundings * self.spacing)
-        return grown + reach * self.scales > np.ldexp(1.0, self.exponents) * _SLACK
+        grown = self.bounds + (growth + roundings * self.spacing)
+        return grown + reach > np.ldexp(1.0, self.exponents) * _SLACK
 
     def _measure_(self, m: int, more: float) -> None:
         self.bounds[m] = self.agree(grids.largest_magnitude(self.member(m)))
@@ -314,9 +312,9 @@ class GridSegment(Segment):
         of_changes = np.array([change[1:4] for change in changes])
         if changes[0].stream.distribution == "rademacher":
             # All of a coordinate's change is +-amount.
-            old, new, update = of_changes.T[:, :, None] * self.scales
+            old, new, update = of_changes.T[:, :, None]
             amounts = grids.snapped(new, spacing) - grids.snapped(old, spacing)
-            updated = np.flatnonzero(of_changes[:, 2])
+            updated = np.flatnonzero(update)
             if updated.size:
                 moved = [changes[t] for t in updated.tolist()]
                 draw_words_together([change.stream for change in moved])
@@ -331,8 +329,8 @@ class GridSegment(Segment):
             )
         scales = np.array([change.stream.scale for change in changes])
         # Rounded to float32, then in grid steps, which is exact.
-        rates = ((of_changes * scales[:, None]).T[:, :, None] * self.scales).astype(np.float32)
-        old, new, update = np.ascontiguousarray(rates / spacing, np.float32)
+        rates = (of_changes * scales[:, None]).astype(np.float32)
+        old, new, update = np.ascontiguousarray(rates.T[:, :, None] / spacing, np.float32)
         dithers = [self._shifted(c.stream.update_dither(self.numbers, c.age)) for c in changes]
         steps = [new, old, update, spacing.astype(np.float32), np.stack(dithers)]
         return Sweep("add_normals", keys, steps, decay=within)

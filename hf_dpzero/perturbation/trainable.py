@@ -52,29 +52,6 @@ def is_trained(name: str, parameter: Tensor, pattern: str | None) -> bool:
     return parameter.requires_grad if pattern is None else bool(re.search(pattern, name))
 
 
-def scales_of(names: Sequence[str], patterns: Mapping[str, float]) -> list[float]:
-    """Returns what the directions are multiplied by in each tensor.
-
-    Args:
-      names: of the trainable tensors.
-      patterns: regular expression for `re.search` -> scale in (0, 1]; the first that matches counts,
-        and 1 where none does.
-
-    Raises:
-      ValueError: a pattern matches no name.
-
-    >>> scales_of(["encoder.weight", "head.bias"], {"encoder": 0.01})
-    [0.01, 1.0]
-    """
-    for pattern in patterns:
-        if not any(re.search(pattern, name) for name in names):
-            raise ValueError(
-                f"direction_scale: {pattern!r} matches no trainable parameter; there are e.g. "
-                f"{list(dict.fromkeys([*names[:1], *names[-2:]]))}."
-            )
-    return [next((s for p, s in patterns.items() if re.search(p, name)), 1.0) for name in names]
-
-
 def is_prompt(name: str) -> bool:
     """Whether a parameter is a prompt or prefix of PEFT's: listed last, and read by the first layer."""
     return PROMPT in name.split(".")

@@ -40,18 +40,18 @@ _NESTED = {
 OWN_SETTINGS = frozenset(
     """
     accountant allow_fewer_per_class architecture base_is_public class_names clip clipping
-    clipping_config components correlated_noise dataset_config_name dataset_name device_map
-    differences direction direction_scale expected_batch_size extends extends_run features
-    group_robust head_init init_seed keep_column label_column label_texts label_words
-    learning_rate_is_final load_in_4bit load_in_8bit logit_scale lora_alpha lora_r
-    lora_target_modules max_batch_size max_eval_samples max_length max_memory max_new_tokens
-    max_seq_length max_train_samples method microbatch_size model_name_or_path model_revision
-    momentum neighboring_relation noise_distribution noise_multiplier normalize
-    num_demonstrations num_directions num_examples_per_class num_virtual_tokens objective
-    offload_folder on_no_signal pair_features peft_method performance pooling
-    precompute_features prompt public_file rows_are sampling schedules smoothing subset_seed
-    target_delta target_epsilon task template testing text_column text_pair_column torch_dtype
-    train_file trainable tuning update_rule update_window validation_file
+    clipping_config components correlated_noise dataset_config_name dataset_name device_map differences
+    direction expected_batch_size extends extends_run features group_robust head_init init_seed
+    keep_column label_column label_texts label_words learning_rate_is_final load_in_4bit
+    load_in_8bit logit_scale lora_alpha lora_r lora_target_modules max_batch_size
+    max_eval_samples max_length max_memory max_new_tokens max_seq_length max_train_samples
+    method microbatch_size model_name_or_path model_revision momentum neighboring_relation
+    noise_distribution noise_multiplier normalize num_demonstrations num_directions
+    num_examples_per_class num_virtual_tokens objective offload_folder on_no_signal
+    pair_features peft_method performance pooling precompute_features prompt public_file rows_are
+    sampling schedules smoothing subset_seed target_delta target_epsilon task template testing
+    text_column text_pair_column torch_dtype train_file trainable tuning update_rule
+    update_window validation_file
     """.split()  # noqa: SIM905
 )
 """What a recipe may set beside transformers' TrainingArguments; a test keeps it complete."""

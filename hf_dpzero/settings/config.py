@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -31,14 +29,7 @@ from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.nested import ADAMW, FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
 from hf_dpzero.settings.plan_of import groups_of, plan_of, sampler_of
 from hf_dpzero.settings.schedules import factors_of
-from hf_dpzero.settings.setting import (
-    SCALE,
-    describe,
-    out_of_range,
-    ranges_of,
-    refuse,
-    take_numbers,
-)
+from hf_dpzero.settings.setting import describe, out_of_range, ranges_of, refuse, take_numbers
 
 logger = logging.get_logger(__name__)
 
@@ -64,8 +55,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         parts = [("", self), *((f"{name}.", getattr(self, name)) for name in NESTED)]
         for _, part in parts:
             take_numbers(part)
-        with contextlib.suppress(TypeError, json.JSONDecodeError):  # a text, of a command line
-            self.direction_scale = json.loads(self.direction_scale)  # type: ignore[arg-type]
         accumulated = take_accumulation(self)
         fill_in(self)
         ranges = (out_of_range(part, ranges_of(part), prefix) for prefix, part in parts)
@@ -206,20 +195,10 @@ class DPZeroConfig(OwnFields, TrainingArguments):
                 f"{decay:g}: a step would decay the weights through zero; their product must be "
                 "below 1."
             )
-        scales = self.direction_scale or {}
-        if not isinstance(scales, dict):
-            yield f"direction_scale={scales!r} must map regular expressions to numbers."
-            scales = {}
-        elif scales and self.method not in ("dpzero", "mezo"):
-            yield (
-                f"direction_scale with method={self.method!r}: it is for directions that scalars are "
-                "released along, of dpzero and mezo. Leave it out."
-            )
-        yield from _not_compiled("trainable", [self.trainable or ""])
-        yield from _not_compiled("direction_scale", scales)
-        for pattern, scale in scales.items():
-            if problem := SCALE.problem(f"direction_scale[{pattern!r}]", scale):
-                yield problem
+        try:
+            re.compile(self.trainable or "")
+        except re.error as error:
+            yield f"trainable={self.trainable!r} is no regular expression: {error}."
 
     def _warn(self) -> None:
         if self.learning_rate == 0:
@@ -295,8 +274,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         schedule = factors_of("schedules.smoothing", self.schedules.smoothing)
         if schedule is not None:
             settings["smoothing_schedule"] = schedule.to_dict()
-        if self.direction_scale:
-            settings["direction_scale"] = self.direction_scale
         if self.correlated_noise.hold_direction_for != 1:
             settings["hold_direction_for"] = self.correlated_noise.hold_direction_for
         rule = UpdateRule(self.update_rule, self.momentum, self.update_window)
@@ -306,14 +283,6 @@ class DPZeroConfig(OwnFields, TrainingArguments):
     def optim_name(self) -> str:
         """The optimizer's name as Hugging Face has it, e.g. "adamw_torch"."""
         return str(getattr(self.optim, "value", self.optim))
-
-
-def _not_compiled(name: str, patterns: Iterable[str]) -> Iterator[str]:
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            yield f"{name}={pattern!r} is no regular expression: {error}."
 
 
 for _kind, _parent in ((DPZeroConfig, OwnFields), *((kind, kind) for kind in NESTED.values())):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hf_dpzero.estimators.finite_differences import DIFFERENCES
 from hf_dpzero.ledger.replay import UPDATE_RULES
@@ -294,15 +293,6 @@ class OwnFields:
         "dpgd-0th: fewer parameters, less noise in all",
         time="layers before the first trained parameter run once for all passes of a step",
         none="all parameters with `requires_grad`",
-    )
-    direction_scale: dict[str, Any] | str | None = setting(
-        None,
-        "regular expression -> s in (0, 1]: directions are s u in the trained parameters whose name it "
-        "finds, s times smaller in perturbations and s^2 times in updates; from public text",
-        needs=("method", ("dpzero", "mezo")),
-        privacy="nothing, chosen without a look at private rows: the clip bounds a loss difference "
-        "whatever the direction is",
-        none="1 everywhere",
     )
     # Publishing
     hub_strategy: str = setting(

@@ -48,9 +48,6 @@ class Allowed:
 POSITIVE = Allowed("a finite number above 0", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = Allowed("a finite number of at least 0", lambda x: 0 <= x < math.inf)
 SHARE = Allowed("a number in (0, 1)", lambda x: 0 < x < 1)
-SCALE = Allowed(
-    "a number in (0, 1]; to train a part faster scale the others down", lambda x: 0 < x <= 1
-)
 BELOW_ONE = Allowed("a number in [0, 1)", lambda x: 0 <= x < 1)
 COUNT = Allowed("an integer of at least 1", lambda x: 1 <= x < math.inf and x == int(x), int)
 TRUTH = Allowed("True or False", lambda x: True, bool)

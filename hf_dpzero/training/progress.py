@@ -325,7 +325,6 @@ def banner(run: Run, report: PrivacyReport) -> str:
     if not args.first_order:
         along = f"K = {args.num_directions} {args.direction}, smoothing {args.smoothing:g}"
         along += ", forward differences" * (args.differences == "forward")
-        along += f", scaled by {args.direction_scale}" if args.direction_scale else ""
         lines.insert(1, ("directions", along))
     if plan.groups is not None:
         lines.append(("groups", group_words(plan)))

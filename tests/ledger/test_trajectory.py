@@ -339,7 +339,6 @@ def test_a_changed_plan_is_refused_by_name(tmp_path: Path, key: str, value: obje
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("direction_scale", {"bert": 0.1}),
         ("smoothing_schedule", {"a": 1}),
         ("hold_direction_for", 4),
     ],

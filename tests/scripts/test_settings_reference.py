@@ -43,13 +43,7 @@ DESCRIBED = {
 }
 CHOICES = [name for name, (_, d) in DESCRIBED.items() if isinstance(d.allowed, tuple)]
 READ_ELSEWHERE = {
-    *(
-        "schedules.noise",
-        "schedules.clip",
-        "schedules.smoothing",
-        "direction_scale",
-        "group_robust.shares",
-    ),
+    *("schedules.noise", "schedules.clip", "schedules.smoothing", "group_robust.shares"),
     *("hub_strategy", "hub_private_repo"),
 }
 

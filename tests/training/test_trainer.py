@@ -137,14 +137,11 @@ def test_same_direction_key_different_noise(tmp_path):
     assert runs[0].trajectory.header["direction_key"] == runs[1].trajectory.header["direction_key"]
 
 
-@pytest.mark.parametrize(
-    ("direction", "scale"), [("rademacher", None), ("sphere", None), ("gaussian", {"^bert": 0.125})]
-)
-def test_replay_rebuilds_the_weights_bit_for_bit(tmp_path, direction, scale):
+@pytest.mark.parametrize("direction", ["rademacher", "sphere"])
+def test_replay_rebuilds_the_weights_bit_for_bit(tmp_path, direction):
     trainer = build(
         tmp_path,
         direction=direction,
-        direction_scale=scale,
         num_directions=2,
         weight_decay=0.1,
         warmup_steps=2,
