@@ -367,8 +367,9 @@ class PassShapes:
         """Makes rows of one shape, at most `slots`, one pass of so many; blanks take the rest."""
         count = batch_size(rows)
         if slots > count:
-            blank = blank_like(one_of(rows), self.padding_side)
-            rows = stacked([rows, *[blank] * (slots - count)])
+            blank = blank_like(one_of(rows), self.padding_side).items()
+            rest = {name: value.expand(slots - count, *value.shape[1:]) for name, value in blank}
+            rows = stacked([rows, rest])
         return PaddedMicrobatch(rows, count, places)
 
 
@@ -387,6 +388,8 @@ def joined(rows: Sequence[Placed]) -> Row:
         starts[key], begin = begin, begin + batch_size(block)
     index = torch.tensor([starts[id(block)] + i for block, i in rows])
     whole = stacked(list(blocks.values())) if len(blocks) > 1 else next(iter(blocks.values()))
+    if index.equal(torch.arange(batch_size(whole))):
+        return whole
     return {name: value[index] for name, value in whole.items()}
 
 
