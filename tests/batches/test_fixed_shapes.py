@@ -56,7 +56,7 @@ def test_rows_take_the_next_place_of_their_shape():
 
 
 def test_rows_of_a_pass_follow_from_its_place_whatever_is_drawn():
-    placement = Placement(5.0, (1, 4), {8: 1.0}, cost=30.0)
+    placement = Placement(5.0, (1, 4), {8: 1.0}, cost=5.0)
     sizes = placement.passes(8)
     assert len(set(sizes)) == 2
     shapes = PassShapes(collate([3] * 12), placement)
