@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import Rows
-from hf_dpzero.batches.shapes import Row
+from hf_dpzero.batches.shapes import Row, masked_shape
 from hf_dpzero.checks.invented_rows import InventedRows
 from hf_dpzero.estimators import precision_diagnostics
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
@@ -86,7 +86,10 @@ def _random(run: Run, most: int, published: bool) -> list[Row]:
         return [dict(zip(tokens, row, strict=True)) for row in zip(*tokens.values(), strict=True)]
     if published or run.shapes is None:
         return []
-    made = InventedRows(run.shapes.collate_each([0])[0], run.model, run.shapes)
+    form = run.shapes.collate_each([0])[0]
+    if masked_shape(form) is None and run.shapes.row_sizes is None:
+        return []  # row 0 alone has its sizes
+    made = InventedRows(form, run.model, run.shapes)
     return [{name: v[0] for name, v in made.narrow(i).items()} for i in range(most)]
 
 
