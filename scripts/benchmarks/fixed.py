@@ -32,7 +32,7 @@ from hf_dpzero.recipes.sentence_classifier import SentenceClassifier
 from hf_dpzero.training import zeroth_order_step
 from scripts.benchmarks.clock import Stopwatch, quartiles, said
 
-WIDTH, WARM_UP, BLOCK = 16, 20, 1 << 17
+WARM_UP, BLOCK = 20, 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,26 +40,28 @@ class FixedBench:
     """What is measured; every field is an option of the command.
 
     Attributes:
-      rows: n; of `WIDTH` features and a label, in a file of columns.
+      rows: n; of features and a label, in a file of columns.
+      width: features of a row.
       batch_size: expected, and Trainer's own.
       num_directions: K.
       steps: timed ones, after `WARM_UP`.
     """
 
     rows: int = 10_000
+    width: int = 16
     batch_size: int = 64
     num_directions: int = 1
     steps: int = 200
 
 
-def columns(path: Path, rows: int) -> datasets.Dataset:
+def columns(path: Path, rows: int, width: int) -> datasets.Dataset:
     """Stored features and labels in an Arrow file, written block by block."""
     generator, schema = np.random.default_rng(0), None
     with pa.OSFile(str(path), "wb") as sink:
         for start in range(0, rows, BLOCK):
-            x = generator.standard_normal((min(BLOCK, rows - start), WIDTH), dtype=np.float32)
+            x = generator.standard_normal((min(BLOCK, rows - start), width), dtype=np.float32)
             flat, labels = pa.array(x.reshape(-1)), pa.array((x[:, 0] > 0).astype(np.int64))
-            stored = pa.FixedSizeListArray.from_arrays(flat, WIDTH)
+            stored = pa.FixedSizeListArray.from_arrays(flat, width)
             block = pa.record_batch([stored, labels], ["sentence_embedding", "labels"])
             if schema is None:
                 schema = pa.ipc.new_stream(sink, block.schema)
@@ -69,9 +71,9 @@ def columns(path: Path, rows: int) -> datasets.Dataset:
     return datasets.Dataset.from_file(str(path))
 
 
-def head() -> SentenceClassifier:
+def head(width: int) -> SentenceClassifier:
     """A linear head behind an encoder that is never called."""
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1}
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 1}
     encoder = BertModel(BertConfig(vocab_size=30, num_attention_heads=2, **sizes))
     return SentenceClassifier.from_encoder(encoder, num_labels=2)
 
@@ -93,8 +95,8 @@ def trainers(bench: FixedBench, rows: datasets.Dataset, folder: str) -> dict[str
     )
     given: dict[str, Any] = {"train_dataset": rows, "data_collator": default_data_collator}
     return {
-        "dpzero": DPZeroTrainer(model=head(), args=args, **given),
-        "trainer": Trainer(model=head(), args=sgd, **given),
+        "dpzero": DPZeroTrainer(model=head(bench.width), args=args, **given),
+        "trainer": Trainer(model=head(bench.width), args=sgd, **given),
     }
 
 
@@ -174,7 +176,7 @@ def run_fixed(bench: FixedBench) -> dict[str, Any]:
     """Medians and quartiles of steps that took turns, and the parts of ours, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         said(f"writing {bench.rows:,} rows")
-        rows = columns(Path(folder, "rows.arrow"), bench.rows)
+        rows = columns(Path(folder, "rows.arrow"), bench.rows, bench.width)
         said("taking turns")
         seconds = in_turns(trainers(bench, rows, folder))
         said("timing the parts")
