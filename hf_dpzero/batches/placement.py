@@ -64,7 +64,7 @@ _STRAY, _STRAYS = 0.3, 4.0
 """With such a chance a width's share tells nothing, and its rows are geometric of at least that mean.
 
 Shares are of evaluation rows, which may have other widths: SST-2's are sentences, where training has
-phrases too. At B = 64 they cost 2.3 times the time of unpadded tokens (else 2.8); right ones 1.8."""
+phrases too (tokens over the rows' own: docs/performance.md, "Private settings")."""
 
 _CPU_PASS, _CPU_MOST = 5e7, 2000.0
 _GPU_PASS, _GPU_PERTURBED = 3e12, 400.0

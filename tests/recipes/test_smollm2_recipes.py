@@ -102,6 +102,7 @@ def test_a_head_on_features_of_a_tiny_decoder_trains(method, tmp_path, checkpoin
     report, results = trained(str(recipe), "sst2", checkpoint, tmp_path / "out", **tiny)
     target = None if method == "mezo" else 2
     assert report["steps"] == 2 and report["target_epsilon"] == target
+    assert target is None or 0 < report["epsilon"] <= target
     assert {"zero_shot_accuracy", "eval_accuracy"} <= set(results)
     text = path.read_text(encoding="utf-8")
     assert "hf-dpzero train recipes/sst2/smollm2-features-dpzero.yaml\n" in text
