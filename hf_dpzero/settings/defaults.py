@@ -66,9 +66,10 @@ CURVED = 0.125
 """alpha u'Hu at most, at the first step. Six classes of questions like 0.12 to 0.3, and lose from 0.4
 on; two that few steps tell apart like 0.06, and lose from 0.25 on, for C falls faster there."""
 
-FOLLOWED = 0.15
-"""Share of the steps in which the rate follows an adaptive clip (alpha C^2 is constant). Later the clip
-falls because rows are learned, and a rate that followed it would grow without end."""
+FOLLOWED, FOLLOWED_AT_LEAST = 0.15, 20
+"""Share of the steps in which the rate follows an adaptive clip (alpha C^2 is constant); of a short run
+so many steps, in which a clip falls to a seventh, but no more than half. Later the clip falls because
+rows are learned, and a rate that followed it would grow without end."""
 
 CLASSIC: dict[str, Any] = {
     "learning_rate": 5e-5, "clip": 50.0, "clipping": "fixed", "num_directions": 1,
@@ -229,7 +230,7 @@ def _is_pooled(model: nn.Module, first: nn.Parameter) -> bool:
 def steps_that_follow(chosen: Collection[str], clipping: str, steps: int) -> int:
     """Returns in how many first steps a chosen learning rate follows the clip; 0 for a given one."""
     adapts = "learning_rate" in chosen and clipping == "adaptive"
-    return round(FOLLOWED * steps) if adapts else 0
+    return max(round(FOLLOWED * steps), min(FOLLOWED_AT_LEAST, steps // 2)) if adapts else 0
 
 
 def learning_rate(plan: PrivacyPlan, schedule: SchedulerType | str) -> float:

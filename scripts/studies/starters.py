@@ -62,9 +62,9 @@ class Study:
         from hf_dpzero.recipes.build import build_trainer
         from hf_dpzero.recipes.recipe import load_recipe
 
-        train, validation = self._files(task)
+        train, validation = self.files(task)
         with tempfile.TemporaryDirectory() as folder:
-            recipe = _starter(train, validation, epsilon, Path(folder) / "starter.yaml")
+            recipe = starter(train, validation, epsilon, Path(folder) / "starter.yaml")
             own = MEASURED | {"seed": seed, "output_dir": str(Path(folder) / "out")}
             own |= {} if self.rows is None else {"max_train_samples": self.rows}
             trainer = build_trainer(load_recipe(recipe, own | self.given))
@@ -78,7 +78,7 @@ class Study:
         row |= {"rate": rates[0], "largest": max(rates), "right": "".join(map(str, right))}
         return [row]
 
-    def _files(self, task: str) -> tuple[Path, Path]:
+    def files(self, task: str) -> tuple[Path, Path]:
         """Training and validation rows."""
         folder = Path(self.data) / task if task != MESSAGES else Path(self._messages.name)
         return folder / "train.jsonl", folder / "validation.jsonl"
@@ -103,7 +103,7 @@ QUICK = Study(
 )
 
 
-def _starter(train: Path, validation: Path, epsilon: float, target: Path) -> str:
+def starter(train: Path, validation: Path, epsilon: float, target: Path) -> str:
     """Writes a starter recipe by the command that users give; its path."""
     from hf_dpzero.cli.main import main
 

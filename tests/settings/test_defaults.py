@@ -31,6 +31,7 @@ from hf_dpzero.settings.defaults import (
     directions_for,
     learning_rate,
     rate_on,
+    steps_that_follow,
 )
 from hf_dpzero.training import methods
 
@@ -166,9 +167,18 @@ def test_the_rate_follows_the_clip_for_the_first_steps_and_then_stays(tmp_path, 
     clips = [schedule.after(releases[:t]).clip for t in range(20)]
     assert clips[0] == 50.0 and len(set(clips)) > 10
     first = releases[0].learning_rate
-    for step, release in enumerate(releases):  # 15 % of 20 steps follow
-        held = clips[min(step, 3)]
+    for step, release in enumerate(releases):
+        held = clips[min(step, 10)]
         assert release.learning_rate == pytest.approx(first * (50.0 / held) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "follow"), [(1, 0), (10, 5), (40, 20), (100, 20), (200, 30), (1000, 150)]
+)
+def test_a_short_run_follows_the_clip_long_enough_for_it_to_fall(steps, follow):
+    assert steps_that_follow({"learning_rate"}, "adaptive", steps) == follow
+    assert steps_that_follow({"learning_rate"}, "fixed", steps) == 0
+    assert steps_that_follow(set(), "adaptive", steps) == 0
 
 
 def test_an_interrupted_run_goes_on_with_the_same_rates(tmp_path):
