@@ -58,7 +58,10 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str], days: int) 
 
 
 def check(folder: Path) -> str:
-    """Returns of which hosts a folder's certificate is, and until when; refuses one that ran out."""
+    """Returns of which hosts a folder's certificate is, and until when.
+
+    Refuses one that ran out, and a key of another certificate.
+    """
     path, again = folder / SERVER[0], "make another with `hf-dpzero certificates`, in a new folder"
     if missing := [name for name in SERVER if not (folder / name).is_file()]:
         raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}: {again}.")
@@ -67,6 +70,13 @@ def check(folder: Path) -> str:
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound):
         raise ValueError(f"{path} is no certificate of a server: {again}.") from None
+    try:
+        key = serialization.load_pem_private_key((folder / SERVER[1]).read_bytes(), None)
+        paired = key.public_key() == found.public_key()
+    except (ValueError, TypeError):  # no key at all; one that a password locks
+        paired = False
+    if not paired:
+        raise ValueError(f"{folder}: {SERVER[1]} is not the key of {SERVER[0]}: {again}.")
     until, hosts = found.not_valid_after_utc, [str(name.value) for name in names]
     if until < datetime.now(timezone.utc):
         raise ValueError(f"{path} ran out on {until:%Y-%m-%d}: {again}.")

@@ -79,6 +79,12 @@ def test_what_does_not_hold_is_said_in_words(tmp_path, capsys, monkeypatch):
     assert "server.key" in said("--host", "a", "--clients", "server.key")
     assert "--days 0" in said("--host", "a", "--days", "0") and not list(tmp_path.iterdir())
     certificates.make(tmp_path, ["a"], [], days=1)
+    own = (tmp_path / "server.key").read_bytes()
+    certificates.make(tmp_path / "other", ["a"], [], days=1)
+    for key in ((tmp_path / "other" / "server.key").read_bytes(), b"no key"):
+        (tmp_path / "server.key").write_bytes(key)
+        assert "server.key is not the key of server.pem" in said("--check")
+    (tmp_path / "server.key").write_bytes(own)
     later = certificates.datetime.now(certificates.timezone.utc) + certificates.timedelta(days=2)
     monkeypatch.setattr(certificates, "datetime", type("Later", (), {"now": lambda zone: later}))
     assert "ran out on" in said("--check")
