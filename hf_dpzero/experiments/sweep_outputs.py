@@ -24,7 +24,7 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.selection import WORDS, composed_epsilon
-from hf_dpzero.reporting.hub import build_hub_folder
+from hf_dpzero.reporting.hub import build_hub_folder, write_page
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.wording import delta_words, number, round_up
 from hf_dpzero.values import encode
@@ -63,7 +63,8 @@ def _best_row(rows: Sequence[Row], metric: str) -> Row | None:
 
 def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) -> None:
     """Writes into a run's privacy report how its settings were chosen, and the total epsilon."""
-    plan = PrivacyPlan.from_dict(Trajectory.load(folder / SHIPPING_NAME).header["plan"])
+    trajectory = Trajectory.load(folder / SHIPPING_NAME)
+    plan = PrivacyPlan.from_dict(trajectory.header["plan"])
     tuned = PrivacyReport.load(folder).with_tuning(
         prepared.tuning, plan, at_least=prepared.epsilon or 0.0
     )
@@ -72,6 +73,7 @@ def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) ->
         target = settings.load({}).training.target_epsilon
         tuned = dataclasses.replace(tuned, target_epsilon=target)
     tuned.save(folder)
+    write_page(folder, tuned, trajectory)
 
 
 def _summary(

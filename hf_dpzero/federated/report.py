@@ -25,6 +25,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.accounting import epsilon_together
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise, is_seeded
+from hf_dpzero.reporting.hub import write_page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.wording import (
@@ -165,9 +166,12 @@ def save_costliest(
         "log_private_diagnostics": False,
         "federated": {**common, "clients": len(costs), "steps": released},
     }
-    Trajectory(header, server.trajectory.releases).to_safetensors(server.folder / SHIPPING_NAME)
+    trajectory = Trajectory(header, server.trajectory.releases)
+    trajectory.to_safetensors(server.folder / SHIPPING_NAME)
     own = PrivacyReport.from_header(header, steps=released, delta=local.delta, plan=local.plan)
-    bound_to(own, server.folder).save(server.folder / REPORT_FILE)
+    own = bound_to(own, server.folder)
+    own.save(server.folder / REPORT_FILE)
+    write_page(server.folder, own, trajectory)
 
 
 class Served(NamedTuple):

@@ -11,5 +11,6 @@ Start at `privacy_report.PrivacyReport`, then `hub.build_hub_folder`.
 | `wording` | what is guaranteed, why not, and what is not covered, in sentences |
 | `verification`, `weights` | whether report, trajectory and weights belong together |
 | `provenance` | what was spent before on the base model and on the choice of settings |
-| `model_card`, `public`, `hub` | what a card says, what is public, what leaves the machine |
+| `model_card`, `page` | what a card says, and `report.html` |
+| `public`, `hub` | what is public, what leaves the machine |
 """

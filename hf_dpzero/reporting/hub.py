@@ -17,12 +17,13 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.model_card import PLOT_FILE, model_card, task_of
+from hf_dpzero.reporting.page import PAGE_FILE, report_page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.public import RECIPE_FILE, public_recipe, public_results, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing, check_weights
@@ -38,7 +39,7 @@ ADAPTER_FILE = "adapter_config.json"
 INITIAL_VALUES_FILE = "initial_values.safetensors"
 FOLDER_NAME = "hub"
 
-_INDEX = "model.safetensors.index.json"
+_INDEX, _TRAINER_STATE = "model.safetensors.index.json", "trainer_state.json"
 _MESSAGE = "Add model, privacy report and trajectory"
 
 COPIED = (
@@ -67,12 +68,12 @@ COPIED = (
 )
 """Names, or patterns of names, at the top of `output_dir` that are copied unchanged."""
 
-WRITTEN = (CARD_FILE, RESULTS_FILE, RECIPE_FILE, REPORT_FILE)
+WRITTEN = (CARD_FILE, RESULTS_FILE, RECIPE_FILE, REPORT_FILE, PAGE_FILE)
 """Files that are written anew, from what is public and, in words, from the numbers."""
 
 
 def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None = None) -> Path:
-    """Writes the card of the run in `output_dir` as its README.md, private or not.
+    """Writes the card of the run in `output_dir` as its README.md, private or not, and `report.html`.
 
     Words of the report that do not follow from its numbers are written anew, with a warning.
 
@@ -86,6 +87,7 @@ def write_model_card(output_dir: str | os.PathLike[str], *, repo_id: str | None 
         check_weights(report, folder)
     report.save(folder)
     _write_card(folder, report, trajectory, repo_id)
+    write_page(folder, report, trajectory)
     return folder / CARD_FILE
 
 
@@ -292,6 +294,7 @@ def _fill(
     if recipe:
         (staged / RECIPE_FILE).write_text(recipe, encoding="utf-8")
     _write_card(staged, report, trajectory, repo_id)
+    write_page(staged, report, trajectory, _history(source))
 
 
 def _without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,6 +368,38 @@ def _write_card(
         plot=(folder / PLOT_FILE).is_file(),
     )
     write_atomically(folder / CARD_FILE, card.content)
+
+
+def write_page(
+    folder: Path,
+    report: PrivacyReport,
+    trajectory: Trajectory,
+    history: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Writes `report.html` of the run whose files `folder` holds, from what of them is public.
+
+    Args:
+      folder: of the run; recipe and results are read there.
+      report: agrees with the trajectory.
+      trajectory: of the run.
+      history: the trainer's log; None takes the one that `save_state` left in the folder.
+    """
+    page = report_page(
+        report,
+        trajectory,
+        history=_history(folder) if history is None else history,
+        results=_read_json(folder / RESULTS_FILE),
+        recipe=public_recipe(_read_text(folder / RECIPE_FILE)),
+    )
+    write_atomically(folder / PAGE_FILE, page)
+
+
+def _history(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """The trainer's log in `folder`; nothing where there is no whole one: a curve is an extra."""
+    path = folder / _TRAINER_STATE
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return () if path.is_symlink() else list(_read_json(path)["log_history"])
+    return ()
 
 
 def _upload(

@@ -439,7 +439,10 @@ class PublishingTrainer(Trainer):
         super()._save(output_dir, state_dict)
         if run is not None and run.ledger is not None and self.args.should_save:
             run.ledger.to_safetensors(folder / SHIPPING_NAME)
-            bound_to(report_of(run), folder).save(folder / REPORT_FILE)
+            report = bound_to(report_of(run), folder)
+            report.save(folder / REPORT_FILE)
+            if folder.parent.name != checkpoints.UNFINISHED:
+                hub.write_page(folder, report, run.ledger, self.state.log_history)
             copy_initial_values(self.output_dir, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -119,6 +119,7 @@ SHIPPED = {
     "README.md",
     "all_results.json",
     "recipe.yaml",
+    "report.html",
 }
 
 # ---- the folder
@@ -264,6 +265,7 @@ def test_a_trained_run_ships_its_model_and_no_key(tmp_path: Path, monkeypatch: A
         "privacy_report.json",
         "trajectory.safetensors",
         "README.md",
+        "report.html",
     }
     for path in folder.iterdir():
         content = path.read_bytes()
