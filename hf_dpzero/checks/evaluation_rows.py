@@ -60,11 +60,12 @@ class PrivateRows:
     """The training set, as evaluation data is compared with it; its digests are computed once.
 
     Args:
-      dataset: the training set, or None.
+      dataset: the training set, or other private rows, or None.
+      refusal: what is said of evaluation data that holds some of them.
     """
 
-    def __init__(self, dataset: object) -> None:
-        self.dataset = _by_number(dataset)
+    def __init__(self, dataset: object, refusal: str = _REFUSAL) -> None:
+        self.dataset, self.refusal = _by_number(dataset), refusal
         self._digests: dict[Columns, np.ndarray] = {}
         # objects are kept, not their ids: a later one could have the same
         self._passed: deque[tuple[object, int | None]] = deque(maxlen=16)
@@ -148,10 +149,10 @@ class PrivateRows:
             found, part = int(np.isin(seen, private).sum()), len(private) / len(dataset)
             most = max(SHARED * part, repeated, least) * len(seen)
             if found and (found == len(seen) or found > max(1.0, most)):
-                raise ValueError(_REFUSAL)
+                raise ValueError(self.refusal)
             share = max(share, found / max(1, len(seen)))
         if evaluation is dataset:  # whose rows may be other ones at each access
-            raise ValueError(_REFUSAL)
+            raise ValueError(self.refusal)
         return share
 
 

@@ -13,4 +13,5 @@ Start at `privacy_report.PrivacyReport`, then `hub.build_hub_folder`.
 | `provenance` | what was spent before on the base model and on the choice of settings |
 | `model_card`, `page` | what a card says, and `report.html` |
 | `public`, `hub` | what is public, what leaves the machine |
+| `private_evaluations` | what private rows were evaluated with noise, and what that spent |
 """

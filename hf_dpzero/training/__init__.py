@@ -12,6 +12,7 @@ Start at `dpzero_trainer.DPZeroTrainer` and the `trainer.DPZeroMixin` below it; 
 | `methods` | what happens before step 0; which objects make a step |
 | `private_step`, `zeroth_order_step`, `first_order_step` | what a step computes, in order |
 | `evaluation` | losses and metrics on public rows, by group too |
+| `private_evaluation` | how private rows are evaluated: counted one by one, released with noise |
 | `publishing` | what is evaluated, saved and published in place of Hugging Face's |
 | `progress`, `step_meter`, `signal` | what a run shows: bar, time, signal over noise |
 | `termination` | what SIGTERM does |

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer
 from transformers.utils import logging
 
-from hf_dpzero.batches.logical_batch import StepBatches
+from hf_dpzero.batches.logical_batch import Rows, StepBatches
 from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.checks.model import SavedBesides
 from hf_dpzero.checks.overrides import loss_by_row
@@ -33,6 +34,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.private_evaluations import PrivateEvaluation
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import JOINED, names_on_disk
 from hf_dpzero.reporting.wording import delta_words
@@ -43,7 +45,7 @@ from hf_dpzero.run_folder.folder import report_of
 from hf_dpzero.run_folder.initial_values import copy_initial_values
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import Rate
-from hf_dpzero.training import evaluation, termination
+from hf_dpzero.training import evaluation, private_evaluation, termination
 from hf_dpzero.training.first_order_step import FirstOrderStep
 from hf_dpzero.training.methods import FirstOrderMethod, ZerothOrderMethod
 from hf_dpzero.training.texts import TextRows
@@ -78,6 +80,7 @@ class PublishingTrainer(Trainer):
     shards = False
     _run: Run | None = None
     _private_rows: Sequence[PrivateRows] = ()
+    _evaluated_privately: Sequence[PrivateRows] = ()
     _texts: TextRows | None = None
     _evaluated: tuple[Any, Any] = (None, None)  # the last loader whose rows were compared, and they
     _losses: list[Tensor] | None = None  # of evaluated rows, where those of groups are measured
@@ -153,28 +156,72 @@ class PublishingTrainer(Trainer):
     # ------------------------------------------------------------------ evaluation
 
     def refuse_private(self, dataset: Any) -> None:
-        """Refuses a data set, or a dictionary of them, with rows of the private training data.
+        """Refuses a data set, or a dictionary of them, with rows trained on or evaluated privately.
 
-        A run that is not private evaluates what it likes.
+        A run that is not private evaluates what it was trained on as it likes.
 
         Raises:
           ValueError: see `evaluation_rows.PrivateRows`.
         """
         known = self._private_rows
-        if self.train_dataset is None or self.args.not_private:
-            return
-        if all(rows.dataset is not self.train_dataset for rows in known):
+        protects = self.train_dataset is not None and not self.args.not_private
+        if protects and all(rows.dataset is not self.train_dataset for rows in known):
             known = known if self.trajectory else ()  # what was trained on stays private
             self._private_rows = known = [*known, PrivateRows(self.train_dataset)]
-        for rows in known:
+        for rows in (*(known if protects else ()), *self._evaluated_privately):
             rows.refuse(dataset)
 
     def unlike_private(self, dataset: Any, numbers: Sequence[int]) -> list[int]:
-        """Returns those of some rows' numbers that are no row of the private training data."""
+        """Returns those of some rows' numbers that are no private row (a run that is not has none)."""
         left = list(numbers)
-        for rows in self._private_rows:  # none of a run that is not private
+        for rows in (*self._private_rows, *self._evaluated_privately):
             left = rows.unlike(dataset, left)
         return left
+
+    def evaluate_privately(
+        self,
+        dataset: Any,
+        epsilon: float,
+        *,
+        metric: str | None = None,
+        rows: str = "evaluation rows",
+        trained_on: bool = False,
+    ) -> PrivateEvaluation:
+        """Releases how many private rows the model answers right, with exact discrete Laplace noise.
+
+        Each row is evaluated and scored by itself, so one row more, one less or another in its place
+        moves the count by at most 1: the release is (epsilon, 0)-differentially private. Each call is a
+        release and a line of `private_evaluations.jsonl` in output_dir, on disk before this returns; on
+        the same rows epsilons add up. From then on these rows are refused as evaluation data.
+
+        Args:
+          dataset: private rows of the form of eval_dataset; their number counts as public.
+          epsilon: of this release.
+          metric: of `compute_metrics`, 1 for a row that is right; default exact_match, else accuracy.
+          rows: a public name of the data, for the record.
+          trained_on: rows of train_dataset may be among them, and spend both epsilons.
+
+        Returns:
+          The release, and in words what it says: `interval_of_noise` of these rows, and
+          `interval_of_noise_and_sampling` of what they are drawn from.
+
+        Raises:
+          ValueError: rows that are public or were trained on, no metric, several processes.
+          OSError: the record cannot be written; nothing was released.
+        """
+        ledger, step = self.trajectory, self.state.global_step
+        step = step if ledger is None or ledger.shipped_step is None else ledger.shipped_step
+        return private_evaluation.evaluate_privately(
+            self, dataset, epsilon, metric=metric, rows=rows, trained_on=trained_on, step=step
+        )
+
+    def rows_of(self, dataset: Any) -> Rows:
+        """Returns a data set without the columns that the model does not take, and its collator."""
+        if isinstance(dataset, datasets.Dataset):
+            kept = self._remove_unused_columns(dataset, description="training")
+            return Rows(kept, self.data_collator)
+        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        return Rows(dataset, collate)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in Trainer; texts are tokenised, and the private training rows are refused."""

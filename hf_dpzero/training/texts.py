@@ -84,8 +84,10 @@ class TextRows:
             )
         return made
 
-    def evaluated(self, dataset: Any) -> Any:
+    def evaluated(self, dataset: Any, private: bool = False) -> Any:
         """Evaluation rows, or a dictionary of data sets with them, tokenised where they are texts.
+
+        Nothing is said of how many of `private` rows lack a label.
 
         Raises:
           ValueError: as for training rows.
@@ -93,7 +95,7 @@ class TextRows:
         if isinstance(dataset, Mapping):
             return {name: self.evaluated(part) for name, part in dataset.items()}
         made = self._rows(self._formatted(dataset, "eval_dataset"), "eval_dataset")
-        if made is dataset or isinstance(made, datasets.IterableDataset):
+        if private or made is dataset or isinstance(made, datasets.IterableDataset):
             return made
         # Of evaluation rows, which are public, it may be said.
         if empty := sum(set(row["labels"]) == {IGNORED} for row in made):

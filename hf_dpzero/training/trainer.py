@@ -8,14 +8,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import datasets
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from hf_dpzero.batches.logical_batch import LogicalBatch, Rows, UnreadLoader
+from hf_dpzero.batches.logical_batch import LogicalBatch, UnreadLoader
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks import overrides
 from hf_dpzero.checks.model import SavedBesides, check_placement
@@ -252,14 +251,6 @@ class DPZeroMixin(PublishingTrainer):
         """Runs that the base model came out of; read once, before this run writes anything."""
         covered = [run["weights_digest"] for run in self._extended]
         return earlier_runs(base_origins(self.model), covered)
-
-    def rows_of(self, dataset: Any) -> Rows:
-        """Returns a data set without the columns that the model does not take, and its collator."""
-        if isinstance(dataset, datasets.Dataset):
-            kept = self._remove_unused_columns(dataset, description="training")
-            return Rows(kept, self.data_collator)
-        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        return Rows(dataset, collate)
 
     def _prepare_input(self, data: Any) -> Any:
         # The base class sends a microbatch anew for each pass, and waits for it.
