@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Sequence
 
 import hf_dpzero
-from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Push
+from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Clean, Push
 
 MODULES = {
     "train": "train", "evaluate": "train", "plan": "plan", "replay": "release", "push": "release",
-    "compare": "many_runs", "sweep": "many_runs", "federate": "many_runs", "recipes": "start",
-    "init": "start", "certificates": "start",
+    "clean": "release", "compare": "many_runs", "sweep": "many_runs", "federate": "many_runs",
+    "recipes": "start", "init": "start", "certificates": "start",
 }  # fmt: skip
 """Command -> the module that holds its `run_COMMAND`."""
 
@@ -68,7 +68,7 @@ def _dispatch(words: list[str]) -> None:
     values = vars(parsed)
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
-    if overrides and command in ("push", "recipes", "init", "certificates"):
+    if overrides and command in ("push", "clean", "recipes", "init", "certificates"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     module = importlib.import_module(f"hf_dpzero.cli.{MODULES[command]}")
     getattr(module, f"run_{command}")(arguments)
@@ -89,7 +89,7 @@ def _build_parser() -> argparse.ArgumentParser:
             name,
             help=f"{summary[0].lower()}{summary[1:].rstrip('.')}",
             description=summary,
-            epilog=None if options is Push else OVERRIDES,
+            epilog=None if options in (Push, Clean) else OVERRIDES,
             allow_abbrev=False,
         )
         hints = typing.get_type_hints(options)

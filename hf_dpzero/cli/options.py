@@ -169,6 +169,17 @@ class Push(Options):
 
 
 @dataclass(kw_only=True)
+class Clean(Options):
+    """List, and with --yes remove, caches of training rows, keys and checkpoints of a finished run."""
+
+    output_dir: str = _option(
+        "folder of a finished run; ledger, report, weights stay", positional=True
+    )
+    yes: bool = _option("remove what is listed", False)
+    unfinished: bool = _option("give up a run that could still resume", False)
+
+
+@dataclass(kw_only=True)
 class Federate(Options):
     """Train one recipe on clients with their own rows and their own local noise."""
 
@@ -212,6 +223,7 @@ COMMANDS: dict[str, type[Options]] = {
         Plan,
         Replay,
         Push,
+        Clean,
         Sweep,
         Compare,
         Federate,

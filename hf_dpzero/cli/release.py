@@ -1,4 +1,4 @@
-"""`hf-dpzero replay` rebuilds weights from a base model and a trajectory; `push` publishes a run."""
+"""`hf-dpzero replay` rebuilds weights from a trajectory, `push` publishes a run, `clean` tidies one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dpzero.cli.options import Push, Replay
+from hf_dpzero.cli.options import Clean, Push, Replay
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
@@ -22,6 +22,7 @@ from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import read_weights, weight_files
 from hf_dpzero.run_folder.initial_values import load_initial_model
+from hf_dpzero.run_folder.left_on_disk import remove
 from hf_dpzero.shipped import shipped_file
 
 if TYPE_CHECKING:
@@ -40,6 +41,17 @@ def run_push(arguments: Push) -> None:
         allow_not_private=arguments.allow_not_private,
     )
     print(f"the folder that would be uploaded: {address}" if arguments.dry_run else address)
+
+
+def run_clean(arguments: Clean) -> None:
+    """Lists what a run no longer needs, and with --yes removes it."""
+    folder = Path(arguments.output_dir)
+    going = remove(folder, dry_run=True, unfinished=arguments.unfinished)
+    print("\n".join(map(str, going)) or f"nothing to remove in {folder}")
+    if going and arguments.yes:
+        remove(folder, dry_run=False, unfinished=arguments.unfinished)
+    if going:
+        print("removed" if arguments.yes else "nothing was removed: --yes removes what is listed")
 
 
 def run_replay(arguments: Replay) -> None:

@@ -28,6 +28,7 @@ from hf_dpzero.reporting.provenance import Origin, trained_as
 from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.run_folder.earlier import refuse_interrupted
 from hf_dpzero.run_folder.folder import checkpoint_of
+from hf_dpzero.run_folder.left_on_disk import said
 
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask
@@ -56,6 +57,8 @@ def run_train(arguments: Train) -> None:
     _train(trainer, recipe, resume)
     if trainer.is_world_process_zero():
         print(trainer.privacy_report())
+        if left := said(recipe.output_dir):
+            print(left)
     trainer.accelerator.end_training()
 
 

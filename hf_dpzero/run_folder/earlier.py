@@ -52,12 +52,12 @@ def refuse_interrupted(folder: Path) -> None:
     Raises:
       LedgerError: says how to go on with it.
     """
-    path, shipped = folder / LEDGER_NAME, folder / SHIPPING_NAME
+    path = folder / LEDGER_NAME
     if not path.exists():
         return
     with closing(Trajectory.open(path)) as ledger:
         plan, taken = PrivacyPlan.from_dict(ledger.header["plan"]), ledger.next_step
-        saved = shipped.is_file() and Trajectory.load(shipped).digest() == ledger.digest()
+        saved = is_saved(folder, ledger)
     if plan.private and 0 < taken < plan.steps and not saved:
         raise LedgerError(
             f"{path} is the ledger of an earlier run, interrupted after {taken} of {plan.steps} "
@@ -65,6 +65,12 @@ def refuse_interrupted(folder: Path) -> None:
             "train(resume_from_checkpoint=True)), or train into another output_dir. Its privacy budget "
             "stays spent either way."
         )
+
+
+def is_saved(folder: Path, ledger: Trajectory) -> bool:
+    """Whether `save_model` wrote what lies in a folder after the ledger's last release."""
+    shipped = folder / SHIPPING_NAME
+    return shipped.is_file() and Trajectory.load(shipped).digest() == ledger.digest()
 
 
 def refuse_own_base(run: Run) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import Trainer
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import Rows, StepBatches
@@ -484,6 +485,8 @@ class PublishingTrainer(Trainer):
         if self.shards and state_dict is None:
             state_dict = fsdp.gathered_state(self.model, keep=self.args.should_save)
         super()._save(output_dir, state_dict)
+        if (arguments := folder / TRAINING_ARGS_NAME).is_file():
+            arguments.chmod(0o600)  # it holds hub_token
         if run is not None and run.ledger is not None and self.args.should_save:
             run.ledger.to_safetensors(folder / SHIPPING_NAME)
             report = bound_to(report_of(run), folder)

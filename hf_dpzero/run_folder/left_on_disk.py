@@ -1,0 +1,174 @@
+"""What a run leaves on disk beside its results, what of it is private or secret, and its removal.
+
+`datasets` keeps what was made of the training rows (converted, tokenised, encoded) in folders of its
+own, outside `output_dir`. A run notes in `_private` which they are, for `hf-dpzero clean`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets
+from torch.utils.data import Subset
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.parallel import collectives
+from hf_dpzero.reporting.weights import weight_files
+from hf_dpzero.run import Run
+from hf_dpzero.run_folder.checkpoints import UNFINISHED
+from hf_dpzero.run_folder.earlier import is_saved
+from hf_dpzero.run_folder.keys import FILE, FOLDER
+
+logger = logging.get_logger(__name__)
+
+NOTE = "caches.json"
+
+_CONVERTED = {"arrow", "csv", "generator", "json", "parquet", "text"}
+"""Folders of `datasets`' cache for rows that lie in files elsewhere, or that a script makes."""
+
+_LOGS = ("runs", "logs", "train_results.json", "all_results.json")
+
+
+class Left(NamedTuple):
+    """What a run left of one kind.
+
+    Attributes:
+      kind: in a word or two.
+      holds: what its reader would learn.
+      paths: files and folders; none where nothing was left.
+      goes: whether `remove` takes it.
+    """
+
+    kind: str
+    holds: str
+    paths: list[Path]
+    goes: bool = True
+
+    def __str__(self) -> str:
+        files = [file for path in self.paths for file in _files(path)]
+        size = sum(file.stat().st_size for file in files) / 1e6
+        shared = any(file.stat().st_mode & 0o077 for file in files)
+        who = "its mode lets others read it" if shared else "its owner alone may read it"
+        named = "".join(f"\n    {path}" for path in self.paths)
+        return f"  {self.kind} ({self.holds}): {len(files)} files, {size:.1f} MB, {who}{named}"
+
+
+def note_caches(run: Run) -> None:
+    """Notes, on rank 0, the folders in which `datasets` keeps a run's training rows."""
+    rows = run.dataset
+    while isinstance(rows, Subset):
+        rows = rows.dataset  # type: ignore[assignment]
+    files = [Path(file["filename"]) for file in getattr(rows, "cache_files", ())]
+    found = {str(file.resolve().parent) for file in files}
+    if found and collectives.is_main():
+        known = {*_noted(run.output_dir), *found}
+        write_for_owner(run.output_dir / FOLDER / NOTE, json.dumps(sorted(known)))
+
+
+def warn_of_caches(output_dir: Path) -> None:
+    """Says at a run's end, on rank 0, that copies of its rows lie outside its folder."""
+    if _noted(output_dir) and collectives.is_main():
+        logger.warning(
+            f"datasets keeps copies of the training rows outside {output_dir}: `hf-dpzero clean "
+            f"{output_dir}` lists them, and removes them with --yes."
+        )
+
+
+def left_on_disk(output_dir: Path) -> list[Left]:
+    """Lists what the run in a folder left there and in the cache of `datasets`, by kind."""
+    caches = [path for folder in _noted(output_dir) for path in _caches(Path(folder))]
+    checkpoints = sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    unfinished = [path for path in [output_dir / UNFINISHED] if path.is_dir()]
+    logs = [path for name in _LOGS if (path := output_dir / name).exists()]
+    arguments = [path for path in [output_dir / TRAINING_ARGS_NAME] if path.exists()]
+    found = [
+        Left("caches of training rows", "PRIVATE ROWS", caches),
+        Left("keys", "SECRETS, for resuming", sorted((output_dir / FOLDER).glob(f"*{FILE}*"))),
+        Left("checkpoints", "weights, states, arguments", [*checkpoints, *unfinished]),
+        Left("arguments", "SECRET where hub_token was given", arguments, goes=False),
+        Left("logs", "times of steps, which tell of batches", logs, goes=False),
+    ]
+    return [left for left in found if left.paths]
+
+
+def said(output_dir: Path) -> str:
+    """Returns the list of `left_on_disk` for a terminal; "" where nothing was left."""
+    lines = [str(left) for left in left_on_disk(output_dir)]
+    end = f"`hf-dpzero clean {output_dir}` says what of it may go, and removes it with --yes"
+    return "\n".join(["left on disk:", *lines, end]) if lines else ""
+
+
+def remove(output_dir: Path, *, dry_run: bool, unfinished: bool = False) -> list[Left]:
+    """Removes caches of training rows, checkpoints and keys; ledger, report and weights stay.
+
+    Args:
+      output_dir: of a run that is not being trained.
+      dry_run: only list.
+      unfinished: give up a run that has not saved its model.
+
+    Returns:
+      What goes.
+
+    Raises:
+      FileNotFoundError: no run's folder.
+      LedgerError: the run goes on, or could.
+    """
+    path = output_dir / LEDGER_NAME
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: give the output_dir of a run, with its ledger."
+        )
+    with closing(Trajectory.open(path)) as ledger:  # held, so that nobody resumes meanwhile
+        saved = is_saved(output_dir, ledger) and weight_files(output_dir)
+        if not (unfinished or saved):
+            raise LedgerError(
+                f"{output_dir} holds a run of {ledger.next_step} releases whose model was not saved: it "
+                "resumes from its checkpoints and keys. Finish it (--resume_from_checkpoint), or give "
+                "it up (--unfinished): what it spent stays spent."
+            )
+        going = [left for left in left_on_disk(output_dir) if left.goes]
+        if not dry_run:
+            for place in (place for left in going for place in left.paths):
+                _remove(place, output_dir / UNFINISHED)
+            shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)
+            (output_dir / FOLDER / NOTE).unlink(missing_ok=True)
+    return going
+
+
+def _remove(path: Path, aside: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.name.startswith(PREFIX_CHECKPOINT_DIR):
+        # Renamed first: a crash leaves no half checkpoint, over which the folder would be refused.
+        aside.mkdir(exist_ok=True)
+        path.rename(aside / path.name)
+    else:
+        shutil.rmtree(path)
+
+
+def _noted(output_dir: Path) -> list[str]:
+    file = output_dir / FOLDER / NOTE
+    return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
+
+
+def _caches(folder: Path) -> Iterator[Path]:
+    """What of a noted folder is made again when asked for: all of it, or what `map` wrote there."""
+    root = Path(datasets.config.HF_DATASETS_CACHE).resolve()
+    parts = folder.relative_to(root).parts if folder.is_relative_to(root) else ()
+    if len(parts) > 1 and parts[0] in _CONVERTED:
+        yield from [folder] if folder.is_dir() else ()
+    else:  # a data set of the Hub, or one that the user saved
+        yield from sorted(folder.glob("cache-*.arrow"))
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
