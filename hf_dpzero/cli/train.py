@@ -8,7 +8,7 @@ import sys
 import tempfile
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.cli.options import Evaluate, Train
 from hf_dpzero.privacy.words import schedule_curves
@@ -26,6 +26,7 @@ from hf_dpzero.reporting.model_card import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
 from hf_dpzero.reporting.public import RECIPE_FILE
+from hf_dpzero.reporting.verification import report_of
 from hf_dpzero.run_folder.earlier import refuse_interrupted
 from hf_dpzero.run_folder.folder import checkpoint_of
 from hf_dpzero.run_folder.left_on_disk import said
@@ -33,6 +34,7 @@ from hf_dpzero.run_folder.left_on_disk import said
 if TYPE_CHECKING:
     from hf_dpzero.tasks import AnyTask
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer
+    from hf_dpzero.training.publishing import PublishingTrainer
 
 
 ZERO_SHOT = "zero-shot: no training row was used"
@@ -112,9 +114,14 @@ def run_evaluate(arguments: Evaluate) -> None:
 
     Without --model_name_or_path this is the zero-shot figure of the recipe's base model, which
     --zero_shot insists on. `privacy` in the results says what the figure has seen of the training rows.
+    With --private_file it is a release (`evaluate_privately`), on record in --output_dir, or beside the
+    trained model.
     """
     from hf_dpzero.tasks import build_task
 
+    private = arguments.private_file is not None
+    if private is (arguments.epsilon is None):
+        raise ValueError("--private_file, with private rows, and --epsilon go together: give both.")
     overrides = parse_overrides(arguments.overrides)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
@@ -128,8 +135,16 @@ def run_evaluate(arguments: Evaluate) -> None:
                 "--zero_shot evaluates the recipe's base model without training rows, and this is none: "
                 f"{statement}"
             )
-        task = build_task(recipe.data)
-        build.refuse_training_texts(task)
+        folder = Path(str(overrides.get("output_dir", recipe.model.model_name_or_path)))
+        kept = "output_dir" in overrides or (folder / REPORT_FILE).is_file()
+        if private and (recipe.data.num_demonstrations or not kept):
+            raise ValueError(
+                "--private_file is for a trained model's folder, which keeps the record of what was "
+                "released, or the same --output_dir for each evaluation of these rows; and not for "
+                "num_demonstrations, training rows that change every answer."
+            )
+        task = build_task(recipe.data, arguments.private_file)
+        build.refuse_training_texts(task, arguments.trained_on)
         # of another model nothing is fitted
         public = recipe.model.public_file if statement == ZERO_SHOT else None
         build.digest_of_public_texts(public, recipe.data, task)
@@ -142,14 +157,17 @@ def run_evaluate(arguments: Evaluate) -> None:
             with contextlib.suppress(OSError, ValueError):  # a recipe of rows that are not here
                 other = load_recipe(file, {"output_dir": scratch}).data
             if other is not None and rows(other) != rows(recipe.data):
-                build.refuse_rows_of(other, task, public)
-        metrics = _evaluate(recipe, task, base, quiet=arguments.json)
-    results = {**metrics, "privacy": statement}
-    if "output_dir" in overrides:
+                build.refuse_rows_of(other, task, public, arguments.trained_on)
+        if private:
+            found, shown = _evaluate_privately(recipe, task, base, folder, arguments)
+        else:
+            found, shown = _evaluate(recipe, task, base, quiet=arguments.json), statement
+    results = {**found, "privacy": statement}
+    if "output_dir" in overrides and not private:
         recipe.output_dir.mkdir(parents=True, exist_ok=True)
         path = recipe.output_dir / "eval_results.json"
         path.write_text(json.dumps(results, indent=4, sort_keys=True), encoding="utf-8")
-    print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else statement)
+    print(json.dumps(results, indent=2, sort_keys=True) if arguments.json else shown)
 
 
 def privacy_statement(recipe: Recipe, own: Origin) -> str:
@@ -191,25 +209,35 @@ def _untrained(used: Origin, own: Origin) -> str:
     return ZERO_SHOT
 
 
-def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str, float]:
+def _evaluate_privately(
+    recipe: Recipe, task: AnyTask, base: str, folder: Path, arguments: Evaluate
+) -> tuple[dict[str, Any], str]:
+    """Releases the count of right answers; in numbers and words, with what all on record cost."""
+    from hf_dpzero.reporting.private_evaluations import evaluations_in, together
+
+    report, step, model = None, None, Path(recipe.model.model_name_or_path)
+    with contextlib.suppress(OSError, ValueError):
+        report = report_of(model)
+        step = report.steps if report.shipped_step is None else report.shipped_step
+    trainer = _evaluator(recipe, task, base, "private")
+    rows, trainer.eval_dataset, trainer.args.output_dir = trainer.eval_dataset, None, str(folder)
+    made = trainer.evaluate_privately(
+        rows,
+        float(arguments.epsilon or 0),
+        rows=Path(str(arguments.private_file)).name,
+        trained_on=arguments.trained_on,
+        step=step,
+    )
+    spent = together(report, evaluations_in(folder))
+    return {**made.results(), "together": spent}, f"{made}\n  {'together':<12}{spent}"
+
+
+def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str, Any]:
     """Returns metrics of the recipe's model (`base` with an adapter on it) on its validation rows."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from hf_dpzero.training.publishing import PublishingTrainer
-
-    model, tokenizer = build.load_trained(recipe.model, task, base)
-    build.check_context(model, recipe)
-    encoded = task.tokenize(tokenizer, recipe.model.pair_features, only="validation")
-    rows = build.with_kept_column(encoded, task, recipe.data.keep_column)["validation"]
-    trainer = PublishingTrainer(
-        model=model,
-        args=recipe.training,
-        eval_dataset=rows,
-        processing_class=tokenizer,
-        data_collator=task.collator(tokenizer),
-        compute_metrics=task.metrics(tokenizer),
-    )
-    trainer.per_example_loss = task.objective(tokenizer)
+    trainer = _evaluator(recipe, task, base, "validation")
+    rows: Any = trainer.eval_dataset
     trainer.remove_callback(PrinterCallback)  # log_metrics below prints the same, once
     if quiet:
         trainer.remove_callback(ProgressCallback)
@@ -217,3 +245,22 @@ def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str
     if not quiet:
         trainer.log_metrics("eval", metrics)
     return metrics
+
+
+def _evaluator(recipe: Recipe, task: AnyTask, base: str, split: str) -> PublishingTrainer:
+    """Returns what evaluates the recipe's model, with the rows of a split as its eval_dataset."""
+    from hf_dpzero.training.publishing import PublishingTrainer
+
+    model, tokenizer = build.load_trained(recipe.model, task, base)
+    build.check_context(model, recipe)
+    encoded = task.tokenize(tokenizer, recipe.model.pair_features, only=split)
+    trainer = PublishingTrainer(
+        model=model,
+        args=recipe.training,
+        eval_dataset=build.with_kept_column(encoded, task, recipe.data.keep_column)[split],
+        processing_class=tokenizer,
+        data_collator=task.collator(tokenizer),
+        compute_metrics=task.metrics(tokenizer),
+    )
+    trainer.per_example_loss = task.objective(tokenizer)
+    return trainer

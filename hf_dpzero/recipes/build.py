@@ -115,17 +115,29 @@ def with_kept_column(
     return rows
 
 
-def refuse_training_texts(task: AnyTask) -> None:
-    """Refuses validation rows whose texts are those of training rows.
+def refuse_training_texts(
+    task: AnyTask, trained_on: bool = False, train: datasets.Dataset | None = None
+) -> None:
+    """Refuses validation rows whose texts are those of private rows, for training or for evaluation.
+
+    Args:
+      task: with a split "private" where rows are evaluated with noise.
+      trained_on: rows of that split may be training rows.
+      train: the training rows; default the task's own.
 
     Raises:
       ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
     from hf_dpzero.checks.evaluation_rows import PrivateRows
+    from hf_dpzero.training.private_evaluation import PUBLIC, TRAINED_ON
 
     # The trainer compares tokens or features, which say less: two texts may be cut to the same tokens,
     # and features of one text differ in the last bit.
-    PrivateRows(task.splits["train"]).refuse(task.splits["validation"])
+    train, private = train or task.splits["train"], task.splits.get("private")
+    PrivateRows(train).refuse(task.splits["validation"])
+    PrivateRows(private, PUBLIC).refuse(task.splits["validation"])
+    if not trained_on:
+        PrivateRows(train, TRAINED_ON).refuse(private)
 
 
 def digest_of_public_texts(file: str | None, data: DataArguments, task: AnyTask) -> str | None:
@@ -156,8 +168,10 @@ def digest_of_public_texts(file: str | None, data: DataArguments, task: AnyTask)
     return digest_of_texts(public_rows(task, file, whole))
 
 
-def refuse_rows_of(data: DataArguments, task: AnyTask, public: str | None = None) -> None:
-    """Refuses validation rows and public text that another recipe's private data has, drawn or not.
+def refuse_rows_of(
+    data: DataArguments, task: AnyTask, public: str | None = None, trained_on: bool = False
+) -> None:
+    """Refuses evaluation rows and public text that another recipe's private data has, drawn or not.
 
     Does nothing where these data cannot be read: a published recipe comes without its rows.
 
@@ -165,11 +179,11 @@ def refuse_rows_of(data: DataArguments, task: AnyTask, public: str | None = None
       data: of the other recipe, such as the one that the evaluated model was trained with.
       task: what is evaluated.
       public: the `public_file` that components are fitted to, if any are.
+      trained_on: as in `refuse_training_texts`.
 
     Raises:
       ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
-    from hf_dpzero.checks.evaluation_rows import PrivateRows
     from hf_dpzero.recipes.public_features import public_rows
     from hf_dpzero.tasks import build_task
     from hf_dpzero.tasks.classification import Task
@@ -182,7 +196,7 @@ def refuse_rows_of(data: DataArguments, task: AnyTask, public: str | None = None
         private = build_task(whole).splits["train"]
     except (OSError, ValueError):
         return
-    PrivateRows(private).refuse(task.splits["validation"])
+    refuse_training_texts(task, trained_on, private)
     if public is not None and isinstance(task, Task):
         public_rows(task, public, private)
 

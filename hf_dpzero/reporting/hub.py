@@ -25,6 +25,7 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.model_card import PLOT_FILE, model_card, task_of
 from hf_dpzero.reporting.page import PAGE_FILE, report_page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.private_evaluations import EVALUATIONS_FILE, evaluations_in
 from hf_dpzero.reporting.public import RECIPE_FILE, public_recipe, public_results, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing, check_weights
 from hf_dpzero.reporting.weights import SHARDS, WEIGHTS, weight_files
@@ -64,6 +65,7 @@ COPIED = (
     "processor_config.json",
     TRAJECTORY_FILE,
     INITIAL_VALUES_FILE,
+    EVALUATIONS_FILE,
     PLOT_FILE,
 )
 """Names, or patterns of names, at the top of `output_dir` that are copied unchanged."""
@@ -366,6 +368,7 @@ def _write_card(
         model_type=config.get("model_type"),
         template=settings.get("template"),
         plot=(folder / PLOT_FILE).is_file(),
+        evaluations=evaluations_in(folder),
     )
     write_atomically(folder / CARD_FILE, card.content)
 

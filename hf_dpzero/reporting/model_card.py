@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, together
 from hf_dpzero.reporting.wording import delta_words, round_up
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def model_card(
     model_type: str | None = None,
     template: str | None = None,
     plot: bool = False,
+    evaluations: Sequence[PrivateEvaluation] = (),
 ) -> ModelCard:
     """The card of a trained model: the statement in words and numbers, results, use, limits.
 
@@ -68,6 +70,7 @@ def model_card(
       model_type: of the configuration; "sentence_classifier" needs this package for loading.
       template: the recipe's, that a text must be put into before the model reads it.
       plot: embed the training curve that lies beside the card.
+      evaluations: of private rows, released with noise.
     """
     from huggingface_hub import ModelCard
 
@@ -99,6 +102,8 @@ def model_card(
         ],
         dataset_name=dataset if _is_hub_id(dataset) else Path(dataset or "").name,
         plot=PLOT_FILE if plot else None,
+        evaluations=evaluations,
+        together=together(report, evaluations) if evaluations else "",
         name=repo_id or "path/to/this/folder",
         base=Path(base).name if Path(base).is_absolute() else base,
         peft=peft,

@@ -51,6 +51,11 @@ class PrivateEvaluation:
     released: int
 
     @property
+    def mechanism(self) -> PrivateCount:
+        """What the count was released by."""
+        return PrivateCount(self.epsilon, self.sensitivity)
+
+    @property
     def value(self) -> float:
         """The released share of right answers, in [0, 1]."""
         return min(max(self.released / self.num_rows, 0.0), 1.0)
@@ -58,25 +63,24 @@ class PrivateEvaluation:
     @property
     def interval_of_noise(self) -> tuple[float, float]:
         """Holds the share of right answers among these rows, with `COVERAGE` over the noise."""
-        mechanism = PrivateCount(self.epsilon, self.sensitivity)
-        low, high = mechanism.count_interval(self.released, self.num_rows)
+        low, high = self.mechanism.count_interval(self.released, self.num_rows)
         return low / self.num_rows, high / self.num_rows
 
     @property
     def interval_of_noise_and_sampling(self) -> tuple[float, float]:
         """Holds the share in the population, over noise and the draw of the rows."""
-        mechanism = PrivateCount(self.epsilon, self.sensitivity)
-        return mechanism.share_interval(self.released, self.num_rows)
+        return self.mechanism.share_interval(self.released, self.num_rows)
 
     def results(self) -> dict[str, object]:
         """Returns the record with what follows from it, for JSON."""
+        both = ("interval_of_noise", "interval_of_noise_and_sampling")
+        intervals = {name: getattr(self, name) for name in both}
         return {
             **asdict(self),
             "delta": 0.0,
             self.metric: self.value,
             "coverage": COVERAGE,
-            "interval_of_noise": self.interval_of_noise,
-            "interval_of_noise_and_sampling": self.interval_of_noise_and_sampling,
+            **intervals,
         }
 
     def __str__(self) -> str:
@@ -87,7 +91,7 @@ class PrivateEvaluation:
         if is_seeded(self.noise_source):
             headline = f"NOT PRIVATE: the noise is {self.noise_source}. {headline}"
         noise, both = self.interval_of_noise, self.interval_of_noise_and_sampling
-        scale = number(PrivateCount(self.epsilon, self.sensitivity).scale)
+        scale = number(self.mechanism.scale)
         lines = (
             ("these rows", f"{_percent(*noise)} (at least 95 %, over the noise alone)"),
             (
@@ -115,7 +119,7 @@ def append_evaluation(folder: Path, made: PrivateEvaluation) -> None:
     """Writes a release down, durable; until this returns nobody may see it.
 
     Raises:
-      OSError, LedgerError: it could not be written, or another process writes just now: no release.
+      OSError, LedgerError: it could not be written, or another process writes just now.
     """
     path = folder / EVALUATIONS_FILE
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,32 +148,25 @@ def evaluations_in(folder: str | os.PathLike[str]) -> list[PrivateEvaluation]:
 
 
 def together(report: PrivacyReport | None, evaluations: Sequence[PrivateEvaluation]) -> str:
-    """Says what the releases on record cost a row, alone and with the training.
+    """Says what the releases on record cost a row, alone and with the training of `report`.
 
-    Pure epsilons of the same rows add up (basic composition), as if all evaluations were on the same
-    rows. A row that was either trained on or evaluated is protected by the larger epsilon (parallel
-    composition): the other part does not change with it. One that was both is protected by the sum.
-
-    Args:
-      report: of the training; None where there is none.
-      evaluations: at least one.
+    Pure epsilons add up (basic composition), as if all evaluations were on the same rows. A row that was
+    either trained on or evaluated is protected by the larger epsilon (parallel composition): the other
+    part does not change with it. One that was both is protected by the sum.
     """
     spent = float(sum(Decimal(repr(made.epsilon)) for made in evaluations))
-    releases = f"{len(evaluations)} private evaluation{'s' * (len(evaluations) > 1)}"
+    releases = f"{len(evaluations)} private evaluation{'s' * (len(evaluations) > 1)} on record"
     if any(is_seeded(made.noise_source) for made in evaluations):
-        return f"NOT PRIVATE: {releases} on record, and seeded noise can be subtracted by anybody."
-    words = (
-        f"{releases} on record in this folder: epsilon = {round_up(spent)}, delta = 0 for the evaluated "
-        "rows (basic composition)."
-    )
+        return f"NOT PRIVATE: {releases}, and seeded noise can be subtracted by anybody."
+    words = f"{releases}: epsilon = {round_up(spent)}, delta = 0 for the evaluated rows, added up."
     if report is None or not report.private:
         return f"{words} No epsilon is claimed for rows of a training."
-    delta = delta_words(report.delta)
+    end = f", delta = {delta_words(report.delta)}"
     if any(made.trained_on for made in evaluations):
         whole = round_up(report.epsilon + spent)
-        return f"{words} Rows that were trained on too: epsilon = {whole}, delta = {delta} in all."
+        return f"{words} Rows that were trained on too: epsilon = {whole}{end} in all."
     whole = round_up(max(report.epsilon, spent))
     return (
-        f"{words} With the training: epsilon = {whole}, delta = {delta} for each row, none of which was "
-        "both trained on and evaluated (parallel composition)."
+        f"{words} With the training: epsilon = {whole}{end} for each row, none of which was both "
+        "trained on and evaluated."
     )

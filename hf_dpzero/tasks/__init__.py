@@ -51,8 +51,12 @@ def register_task(description: TaskDescription) -> None:
     _REGISTERED[description.name] = description
 
 
-def build_task(data: DataArguments) -> AnyTask:
+def build_task(data: DataArguments, private_file: str | None = None) -> AnyTask:
     """Loads the task that a recipe names: of the package, registered, or in a .yaml file.
+
+    Args:
+      data: the recipe's.
+      private_file: rows for a third split, "private", which are to be evaluated with noise.
 
     Raises:
       ValueError: an unknown task, or rows that the task refuses.
@@ -65,8 +69,8 @@ def build_task(data: DataArguments) -> AnyTask:
     from hf_dpzero.tasks.prompted import prompted_classification
 
     if description is not None and description.generates:
-        return prompted_generation(data, description)
-    task = classification_task(data, description)
+        return prompted_generation(data, description, private_file)
+    task = classification_task(data, description, private_file)
     return task if data.prompt is None else prompted_classification(task, data, description)
 
 

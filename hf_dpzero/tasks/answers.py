@@ -26,7 +26,13 @@ from hf_dpzero.tasks.prompted import (
     padding_id,
     prompt_of,
 )
-from hf_dpzero.tasks.rows import column_of, load_splits, require_columns, subset
+from hf_dpzero.tasks.rows import (
+    column_of,
+    load_splits,
+    require_columns,
+    subset,
+    with_private_rows,
+)
 from hf_dpzero.tasks.templates import Encoded, PromptEncoder
 
 if TYPE_CHECKING:
@@ -45,7 +51,9 @@ Answer = str | Sequence[str]
 """One answer to a question of DROP: its spans, or a string if it is one span."""
 
 
-def prompted_generation(data: DataArguments, description: TaskDescription) -> PromptedGeneration:
+def prompted_generation(
+    data: DataArguments, description: TaskDescription, private_file: str | None = None
+) -> PromptedGeneration:
     """Loads a question answering task from the Hub or from local files.
 
     Raises:
@@ -71,7 +79,7 @@ def prompted_generation(data: DataArguments, description: TaskDescription) -> Pr
         if (value := getattr(data, name)) is not None:
             raise ValueError(f"{name}={value!r} is not for task {description.name!r}, which {why}.")
     prompt, template = prompt_of(data, description)
-    splits = load_splits(data, description.source)
+    splits = with_private_rows(load_splits(data, description.source), private_file)
     columns = {name: column_of(splits, known) for name, known in description.fields.items()}
     answers = column_of(splits, description.answer_columns)
     needed = [c for name, c in columns.items() if name not in description.optional_fields]

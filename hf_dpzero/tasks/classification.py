@@ -18,6 +18,7 @@ from hf_dpzero.tasks.rows import (
     load_splits,
     require_columns,
     subset,
+    with_private_rows,
 )
 from hf_dpzero.tasks.templates import PromptEncoder, Template
 
@@ -43,8 +44,8 @@ class Task:
       label_names: names of the labels 0, 1, ...; assumed public.
       text_columns: the column with the text, or two for sentence pairs.
       max_seq_length: tokens a text is cut to.
-      splits: "train" (the private rows) and "validation" (assumed public), with the text columns
-        and an integer column "label".
+      splits: "train" (the private rows), "validation" (assumed public) and perhaps "private" (to be
+        evaluated with noise), with the text columns and an integer column "label".
       metric: the name of what `metrics` returns.
       head: what kind of model it is for; prompted tasks have others.
       template: makes one text of a row's; None leaves them as they are.
@@ -227,7 +228,9 @@ def classification_scores(
     return scores
 
 
-def classification_task(data: DataArguments, known: TaskDescription | None) -> Task:
+def classification_task(
+    data: DataArguments, known: TaskDescription | None, private_file: str | None = None
+) -> Task:
     """Loads, checks, labels and subsets the rows.
 
     Without a description text is in `text_column` ("text") and, for pairs, `text_pair_column`; the label
@@ -238,6 +241,7 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
     Args:
       data: the recipe's rows and columns.
       known: what is known of the task; None if the recipe or the data names the labels.
+      private_file: rows for the split "private".
 
     Returns:
       The task with its rows, which `data.prompt` may turn into prompts (`prompted_classification`).
@@ -256,6 +260,7 @@ def classification_task(data: DataArguments, known: TaskDescription | None) -> T
         splits = generated(data)
     else:
         splits = load_splits(data, known.source if known else None)
+    splits = with_private_rows(splits, private_file)
     fields = known.fields if known else {"text": ("text",)}
     usual = [column_of(splits, namings) for namings in fields.values()]
     second = [data.text_pair_column] if data.text_pair_column else usual[1:2]

@@ -56,6 +56,13 @@ def load_splits(data: DataArguments, source: HubSource | None) -> datasets.Datas
     return _load_hub(source)
 
 
+def with_private_rows(splits: datasets.DatasetDict, file: str | None) -> datasets.DatasetDict:
+    """Adds the split "private", in place, of a file of rows that are to be evaluated with noise."""
+    if file is not None:
+        splits["private"] = read_rows(Path(file))
+    return splits
+
+
 def _load_files(train: str | None, validation: str | None) -> datasets.DatasetDict:
     if train is None or validation is None:
         absent = "train_file" if train is None else "validation_file"
@@ -294,14 +301,14 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
     """Draws the rows that a recipe asks for, by `subset_seed`, never by position.
 
     `num_examples_per_class` is drawn first, `max_train_samples` from what it leaves. The rows that
-    are left are the n of the accounting.
+    are left are the n of the accounting. Splits beside these two stay whole.
 
     Args:
       splits: "train" and "validation", with an integer column "label" if classes are counted.
       data: the recipe's numbers of rows.
 
     Returns:
-      Both splits, rows in their old order.
+      All splits, rows in their old order.
 
     Raises:
       ValueError: a class has fewer rows than num_examples_per_class, and no
@@ -317,7 +324,7 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
         if size is not None and size < len(rows):
             rows = rows.select(np.sort(generator.choice(len(rows), size, replace=False)))
         kept[split] = rows
-    return kept
+    return datasets.DatasetDict({**splits, **kept})
 
 
 def _few_shot(

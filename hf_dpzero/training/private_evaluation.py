@@ -33,7 +33,7 @@ TRAINED_ON = (
     "the private evaluation rows hold rows of train_dataset, whose epsilons add up: pass "
     "trained_on=True (--trained_on) to say so in the record, or give rows that were held out."
 )
-_PUBLIC = (
+PUBLIC = (
     "eval_dataset holds rows that are to be evaluated privately: its metrics are published without "
     "noise, which no noise mends. Take these rows out of one of the two."
 )
@@ -44,86 +44,43 @@ EVALUATED = (
 
 
 def evaluate_privately(
-    trainer: PublishingTrainer,
+    self: PublishingTrainer,
     dataset: Any,
     epsilon: float,
     *,
-    metric: str | None,
-    rows: str,
-    trained_on: bool,
-    step: int | None,
+    metric: str | None = None,
+    rows: str = "evaluation rows",
+    trained_on: bool = False,
+    step: int | None = None,
 ) -> PrivateEvaluation:
-    """Counts right answers and releases the count; see `PublishingTrainer.evaluate_privately`.
+    """Releases how many private rows the model answers right, with exact discrete Laplace noise.
+
+    A row is evaluated and scored by itself, so whether it counts follows from it and the weights, and
+    one row more, one less or another in its place moves the count by at most 1: the release is
+    (epsilon, 0)-differentially private. It is on disk, in `private_evaluations.jsonl` of output_dir,
+    before this returns; on the same rows epsilons add up. From then on these rows are refused as
+    evaluation data.
 
     Args:
-      trainer: has the model, the collator, `compute_metrics` and the folder of the record.
-      dataset: private rows, by number.
-      epsilon, metric, rows, trained_on: as there.
-      step: the weights are those after so many steps.
+      dataset: private rows of the form of eval_dataset; their number counts as public.
+      epsilon: of this release.
+      metric: of `compute_metrics`, 1 for a row that is right; default exact_match, else accuracy.
+      rows: a public name of the data, for the record.
+      trained_on: rows of train_dataset may be among them, and spend both epsilons.
+      step: the weights are those after so many steps; default the run's own.
+
+    Raises:
+      ValueError: rows that are public or were trained on, no metric, several processes.
+      OSError: the record cannot be written; nothing was released.
     """
     mechanism = PrivateCount(epsilon)  # of units with several rows: their number is its sensitivity
-    if trainer.args.world_size > 1 or trainer.shards:
-        raise ValueError(
-            f"evaluate_privately in {trainer.args.world_size} processes would release one count each: "
-            "save the model, and evaluate it in one process."
-        )
-    made = dataset if trainer._texts is None else trainer._texts.evaluated(dataset, private=True)
-    if isinstance(made, Mapping | IterableDataset) or not getattr(made, "__len__", int)():
-        raise ValueError(
-            f"evaluate_privately was given a {type(dataset).__name__}: give one data set with at least "
-            "one row, and with a length."
-        )
-    private = PrivateRows(made, EVALUATED)
-    PrivateRows(made, _PUBLIC).refuse(trainer.eval_dataset)
-    if not trained_on:
-        trained = [known.dataset for known in trainer._private_rows]
-        for known in (*trained, trainer.train_dataset):
-            PrivateRows(known, TRAINED_ON).refuse(made)
-    check_layers(trainer.model)
-    check_widths(trainer.model)
-    check_kernels_are_fixed(trainer.args.device.type)
-    earlier = evaluations_in(
-        trainer.output_dir
-    )  # refuses a damaged record before minutes of passes
-    name, count = _count(trainer, made, metric)
-    noise = getattr(trainer, "noise", None) or SecureNoise()
-    evaluation = PrivateEvaluation(
-        rows=rows,
-        num_rows=len(made),
-        metric=name,
-        step=step,
-        epsilon=float(epsilon),
-        sensitivity=mechanism.sensitivity,
-        noise_source=noise.stated_name,
-        trained_on=trained_on,
-        released=mechanism.release(count, noise, len(earlier)),
-    )
-    append_evaluation(trainer.output_dir, evaluation)
-    trainer._evaluated_privately = [*trainer._evaluated_privately, private]
-    return evaluation
-
-
-def _count(trainer: PublishingTrainer, dataset: Any, metric: str | None) -> tuple[str, int]:
-    """The metric's name, and how many rows have the value 1 of it, each by itself.
-
-    A row is evaluated and scored alone, so whether it counts follows from it and the weights: no row
-    stands in another's pass, and no other one's score is looked at.
-    """
-    if trainer.compute_metrics is None and not is_classifier(trainer.model):
-        raise ValueError(
-            "evaluate_privately needs compute_metrics to say what a right answer is: return accuracy or "
-            "exact_match of the rows it is given."
-        )
-    if trainer.args.batch_eval_metrics:
-        raise ValueError(
-            "batch_eval_metrics=True sums over batches in compute_metrics, and evaluate_privately "
-            "scores one row at a time: leave it out."
-        )
-    run, right = trainer._run, 0
+    made = _checked(self, dataset, trained_on)
+    earlier = evaluations_in(self.output_dir)  # refuses a damaged record before minutes of passes
+    run, right = self._run, 0
     if run is not None and run.begun:
         run.method.settle_()
-    with isolated_randomness(), evaluation_mode(trainer.model):
-        for scores in _scores(trainer, dataset):
+    with isolated_randomness(), evaluation_mode(self.model):
+        for scores in _scores(self, made):
             metric = metric or next((name for name in METRICS if name in scores), METRICS[-1])
             if metric not in scores:
                 raise ValueError(
@@ -131,7 +88,54 @@ def _count(trainer: PublishingTrainer, dataset: Any, metric: str | None) -> tupl
                     "name the one that is 1 for a right answer and less for a wrong one."
                 )
             right += bool(scores[metric] >= 1)
-    return str(metric), right
+    if step is None and self.trajectory is not None:
+        best = self.trajectory.shipped_step
+        step = self.state.global_step if best is None else best
+    noise = getattr(self, "noise", None) or SecureNoise()
+    evaluation = PrivateEvaluation(
+        rows=rows,
+        num_rows=len(made),
+        metric=str(metric),
+        step=step,
+        epsilon=float(epsilon),
+        sensitivity=mechanism.sensitivity,
+        noise_source=noise.stated_name,
+        trained_on=trained_on,
+        released=mechanism.release(right, noise, len(earlier)),
+    )
+    append_evaluation(self.output_dir, evaluation)
+    self._evaluated_privately = [*self._evaluated_privately, PrivateRows(made, EVALUATED)]
+    return evaluation
+
+
+def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
+    """The rows, tokenised where they are texts; refuses what would not be one count of private rows."""
+    if trainer.args.world_size > 1 or trainer.shards:
+        raise ValueError(
+            f"evaluate_privately in {trainer.args.world_size} processes would release one count each: "
+            "save the model, and evaluate it in one process."
+        )
+    if trainer.args.batch_eval_metrics or not (
+        trainer.compute_metrics or is_classifier(trainer.model)
+    ):
+        raise ValueError(
+            "evaluate_privately scores one row at a time by compute_metrics: let it return accuracy or "
+            "exact_match of the rows it is given, without batch_eval_metrics."
+        )
+    made = dataset if trainer._texts is None else trainer._texts.evaluated(dataset, private=True)
+    if isinstance(made, Mapping | IterableDataset) or not getattr(made, "__len__", int)():
+        raise ValueError(
+            f"evaluate_privately was given a {type(dataset).__name__}: give one data set with at least "
+            "one row, and with a length."
+        )
+    PrivateRows(made, PUBLIC).refuse(trainer.eval_dataset)
+    known = [trainer.train_dataset, *(rows.dataset for rows in trainer._private_rows)]
+    for private in () if trained_on else known:
+        PrivateRows(private, TRAINED_ON).refuse(made)
+    check_layers(trainer.model)
+    check_widths(trainer.model)
+    check_kernels_are_fixed(trainer.args.device.type)
+    return made
 
 
 def _scores(trainer: PublishingTrainer, dataset: Any) -> Iterator[Mapping[str, Any]]:
@@ -149,6 +153,6 @@ def _scores(trainer: PublishingTrainer, dataset: Any) -> Iterator[Mapping[str, A
 
 
 def _classified(prediction: EvalPrediction) -> dict[str, float]:
-    logits = prediction.predictions
-    logits = logits[0] if isinstance(logits, tuple) else logits
+    found = prediction.predictions
+    logits = found[0] if isinstance(found, tuple) else found
     return {"accuracy": float(np.mean(logits.argmax(-1) == prediction.label_ids))}

@@ -35,7 +35,6 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting import hub
 from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.private_evaluations import PrivateEvaluation
 from hf_dpzero.reporting.verification import bound_to
 from hf_dpzero.reporting.weights import JOINED, names_on_disk
 from hf_dpzero.reporting.wording import delta_words
@@ -46,9 +45,10 @@ from hf_dpzero.run_folder.folder import report_of
 from hf_dpzero.run_folder.initial_values import copy_initial_values
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import Rate
-from hf_dpzero.training import evaluation, private_evaluation, termination
+from hf_dpzero.training import evaluation, termination
 from hf_dpzero.training.first_order_step import FirstOrderStep
 from hf_dpzero.training.methods import FirstOrderMethod, ZerothOrderMethod
+from hf_dpzero.training.private_evaluation import evaluate_privately
 from hf_dpzero.training.texts import TextRows
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
@@ -179,42 +179,7 @@ class PublishingTrainer(Trainer):
             left = rows.unlike(dataset, left)
         return left
 
-    def evaluate_privately(
-        self,
-        dataset: Any,
-        epsilon: float,
-        *,
-        metric: str | None = None,
-        rows: str = "evaluation rows",
-        trained_on: bool = False,
-    ) -> PrivateEvaluation:
-        """Releases how many private rows the model answers right, with exact discrete Laplace noise.
-
-        Each row is evaluated and scored by itself, so one row more, one less or another in its place
-        moves the count by at most 1: the release is (epsilon, 0)-differentially private. Each call is a
-        release and a line of `private_evaluations.jsonl` in output_dir, on disk before this returns; on
-        the same rows epsilons add up. From then on these rows are refused as evaluation data.
-
-        Args:
-          dataset: private rows of the form of eval_dataset; their number counts as public.
-          epsilon: of this release.
-          metric: of `compute_metrics`, 1 for a row that is right; default exact_match, else accuracy.
-          rows: a public name of the data, for the record.
-          trained_on: rows of train_dataset may be among them, and spend both epsilons.
-
-        Returns:
-          The release, and in words what it says: `interval_of_noise` of these rows, and
-          `interval_of_noise_and_sampling` of what they are drawn from.
-
-        Raises:
-          ValueError: rows that are public or were trained on, no metric, several processes.
-          OSError: the record cannot be written; nothing was released.
-        """
-        ledger, step = self.trajectory, self.state.global_step
-        step = step if ledger is None or ledger.shipped_step is None else ledger.shipped_step
-        return private_evaluation.evaluate_privately(
-            self, dataset, epsilon, metric=metric, rows=rows, trained_on=trained_on, step=step
-        )
+    evaluate_privately = evaluate_privately
 
     def rows_of(self, dataset: Any) -> Rows:
         """Returns a data set without the columns that the model does not take, and its collator."""

@@ -60,3 +60,22 @@ def test_other_rows_are_evaluated(recipe: Path, capsys: Any) -> None:
     assert evaluate(recipe, **files) == 0
     assert "differentially private" in json.loads(capsys.readouterr().out)["privacy"]
     assert evaluate(recipe, "without", **files) == 0  # as published, without its rows
+
+
+def privately(recipe: Path, file: str, *words: str) -> int:
+    folder = recipe.parent
+    model = ["--model_name_or_path", str(folder / "out"), "--epsilon", "0.5", *words]
+    return main.main(
+        ["evaluate", str(recipe), "--private_file", str(folder / f"{file}.jsonl"), *model]
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "said"), [("train-edited", "--trained_on"), ("validation", "published without noise")]
+)
+def test_rows_are_no_private_evaluation_rows_beside_something_else(
+    recipe: Path, file: str, said: str, capsys: Any
+) -> None:
+    assert privately(recipe, file) == 2
+    assert said in capsys.readouterr().err
+    assert not (recipe.parent / "out" / "private_evaluations.jsonl").exists()

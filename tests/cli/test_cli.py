@@ -210,6 +210,51 @@ def test_evaluate_a_trained_model_and_write_the_result(trained, tmp_path, capsys
     assert found["eval_loss"] != results["zero_shot_loss"]
 
 
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten private rows, one of which has another length."""
+    path = tmp_path_factory.mktemp("private") / "ward.jsonl"
+    lines = [{"sentence": f"it was {'good ' * k}film", "label": k % 2} for k in range(10)]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    return path
+
+
+def test_private_rows_are_evaluated_with_noise(trained, private, tmp_path, capsys):
+    """A line on record for each release, and epsilons that add up; card and shipped folder say so."""
+    folder = shutil.copytree(trained, tmp_path / "out")
+    words = ["evaluate", trained.parent / "tiny.yaml", "--model_name_or_path", folder]
+    words += ["--private_file", private, "--epsilon"]
+    found = json.loads(run(capsys, *words, 50, "--json"))
+    assert (found["rows"], found["num_rows"], found["step"]) == ("ward.jsonl", 10, 3)
+    # at epsilon = 50 the noise is 0 but for 1e-21
+    assert found["released"] == 10 * found["accuracy"] and 0 <= found["released"] <= 10
+    assert found["interval_of_noise"] == [found["accuracy"]] * 2
+    least, most = found["interval_of_noise_and_sampling"]
+    assert least < found["accuracy"] < most or found["accuracy"] in (0, 1)
+    shown = run(capsys, *words, "0.25")
+    assert "2 private evaluations on record: epsilon = 50.25, delta = 0" in shown
+    assert "at least 95 %, over the noise alone" in shown and "population" in shown
+    record = (folder / "private_evaluations.jsonl").read_text()
+    assert [json.loads(line)["epsilon"] for line in record.splitlines()] == [50.0, 0.25]
+    run(capsys, "push", folder, "--repo_id", "me/x", "--dry_run")
+    assert (folder / "hub" / "private_evaluations.jsonl").read_text() == record
+    card = (folder / "hub" / "README.md").read_text()
+    assert "## Evaluated on private rows" in card and "With the training: epsilon = 50.25" in card
+
+
+def test_what_no_private_evaluation_can_be_made_of_is_refused(trained, private, rows, capsys):
+    words = ("evaluate", trained.parent / "tiny.yaml", "--private_file", private)
+    assert "give both" in fail(capsys, *words)
+    assert "the same --output_dir" in fail(capsys, *words, "--epsilon", 1)
+    model = ("--model_name_or_path", trained)
+    assert "a number above 0" in fail(capsys, *words, *model, "--epsilon", 0)
+    shown = fail(
+        capsys, *words, *model, "--epsilon", 1, "--num_demonstrations", 1, "--prompt", "null"
+    )
+    assert "num_demonstrations" in shown
+    assert not (trained / "private_evaluations.jsonl").exists()
+
+
 def privacy(capsys: Any, *words: Any) -> str:
     return json.loads(run(capsys, "evaluate", *words, "--json"))["privacy"]
 
