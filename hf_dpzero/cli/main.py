@@ -1,11 +1,11 @@
-"""`hf-dpzero`: train, evaluate, plan, replay, push, sweep, compare, federate and more: `--help`.
+"""`hf-dpzero`: train, evaluate, plan, replay, verify, push, sweep, compare, federate and more: `--help`.
 
 This module only parses words and dispatches; each command's work is in a module of `hf_dpzero.cli`,
 imported when it runs, so that `--help` is instant.
 
-Exit status: 0 done, 2 a mistake in what was asked (one line on stderr, `--traceback` for more),
-130 interrupted, 143 a `train` that SIGTERM ended with a whole checkpoint. Anything else is a bug and
-shows its traceback.
+Exit status: 0 done, 1 `verify` found a claim that does not hold, 2 a mistake in what was asked (one line
+on stderr, `--traceback` for more), 130 interrupted, 143 a `train` that SIGTERM ended with a whole
+checkpoint. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Sequence
 
 import hf_dpzero
-from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Clean, Push
+from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Clean, Push, Verify
 
 MODULES = {
     "train": "train", "evaluate": "train", "plan": "plan", "replay": "release", "push": "release",
-    "clean": "release", "compare": "many_runs", "sweep": "many_runs", "federate": "many_runs",
-    "recipes": "start", "init": "start", "certificates": "start",
+    "clean": "release", "verify": "release", "compare": "many_runs", "sweep": "many_runs",
+    "federate": "many_runs", "recipes": "start", "init": "start", "certificates": "start",
 }  # fmt: skip
 """Command -> the module that holds its `run_COMMAND`."""
 
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Hugging Face's loaders pin memory by default; without a GPU torch warns of it in each run.
     warnings.filterwarnings("ignore", message=".*'pin_memory' argument is set as true")
     try:
-        _dispatch(words)
-        return 0
+        return _dispatch(words)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -61,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _dispatch(words: list[str]) -> None:
+def _dispatch(words: list[str]) -> int:
     parser = _build_parser()
     # What the parser does not know are settings of the recipe, which has its own parser.
     parsed, overrides = parser.parse_known_args(words)
     values = vars(parsed)
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
-    if overrides and command in ("push", "clean", "recipes", "init", "certificates"):
+    if overrides and command in ("push", "clean", "verify", "recipes", "init", "certificates"):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     module = importlib.import_module(f"hf_dpzero.cli.{MODULES[command]}")
-    getattr(module, f"run_{command}")(arguments)
+    return int(getattr(module, f"run_{command}")(arguments) or 0)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -89,7 +88,7 @@ def _build_parser() -> argparse.ArgumentParser:
             name,
             help=f"{summary[0].lower()}{summary[1:].rstrip('.')}",
             description=summary,
-            epilog=None if options in (Push, Clean) else OVERRIDES,
+            epilog=None if options in (Push, Clean, Verify) else OVERRIDES,
             allow_abbrev=False,
         )
         hints = typing.get_type_hints(options)

@@ -164,6 +164,19 @@ class Replay(Options):
 
 
 @dataclass(kw_only=True)
+class Verify(Options):
+    """Check each claim of a published run, from its folder and the base model alone.
+
+    Exit status 1 where one does not hold."""
+
+    folder: str = _option("folder of a published run, or its Hub id", positional=True)
+    base: str | None = _option(
+        "the base model's folder or Hub id, where its name does not lead to it"
+    )
+    json: bool = _option("print JSON instead of a page", False)
+
+
+@dataclass(kw_only=True)
 class Push(Options):
     """Publish a run on the Hub with its privacy card."""
 
@@ -228,6 +241,7 @@ COMMANDS: dict[str, type[Options]] = {
         Evaluate,
         Plan,
         Replay,
+        Verify,
         Push,
         Clean,
         Sweep,

@@ -1,25 +1,29 @@
-"""`hf-dpzero replay` rebuilds weights from a trajectory, `push` publishes a run, `clean` tidies one."""
+"""`hf-dpzero replay` rebuilds weights from a trajectory; `push`, `verify`, `clean` go by its folder."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import shutil
+import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dpzero.cli.options import Clean, Push, Replay
+from hf_dpzero.cli.options import Clean, Push, Replay, Verify
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.reporting import hub
+from hf_dpzero.reporting.evidence import UNCHECKED, NotChecked, findings, page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import resolve_path
-from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.reporting.public import RECIPE_FILE
+from hf_dpzero.reporting.verification import bound_to, check_weights
 from hf_dpzero.reporting.weights import read_weights, weight_files
 from hf_dpzero.run_folder.initial_values import load_initial_model
 from hf_dpzero.run_folder.left_on_disk import remove
@@ -85,7 +89,84 @@ def run_replay(arguments: Replay) -> None:
     if average > 1:
         print(f"the weights are the mean of those after each of the last {average} steps")
     if arguments.expect is not None or (average == shipped and weight_files(beside)):
-        _compare(output, Path(arguments.expect or beside))
+        print(_compared(output, Path(arguments.expect or beside)))
+
+
+def run_verify(arguments: Verify) -> int:
+    """Prints what of a published run's claims holds; 1 where one does not."""
+    folder = _published(arguments.folder)
+
+    def weights_hold(report: PrivacyReport, trajectory: Trajectory) -> str:
+        with contextlib.redirect_stdout(sys.stderr):  # the page alone is the output
+            return _weights_hold(folder, report, trajectory, arguments.base)
+
+    found = findings(folder, weights_hold)
+    fails = any(finding.holds is False for finding in found)
+    if arguments.json:
+        known = {"folder": arguments.folder, "holds": not fails}
+        lists = {"findings": [asdict(f) for f in found], "cannot_be_checked": UNCHECKED}
+        print(json.dumps({**known, **lists}, indent=2))
+    else:
+        print(page(arguments.folder, found))
+    return int(fails)
+
+
+def _published(name: str) -> Path:
+    """A folder, or a copy of the Hub's repository of that name."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    try:
+        files = [*hub.COPIED, *hub.WRITTEN]
+        return Path(snapshot_download(name, allow_patterns=files))
+    except (OSError, ValueError, HfHubHTTPError, HTTPError) as error:
+        raise FileNotFoundError(
+            f"{name} is no folder here, and no repository that the Hub gave ({type(error).__name__}): "
+            "give the folder that `hf-dpzero push` made, or namespace/name."
+        ) from error
+
+
+def _weights_hold(
+    folder: Path, report: PrivacyReport, trajectory: Trajectory, base: str | None
+) -> str:
+    """Compares a published run's weights with its report, and with what base and log give, bit for bit.
+
+    Raises:
+      ValueError: other weights, or another base; or the base cannot be loaded.
+      NotChecked: nothing in the folder says what the run started from.
+    """
+    check_weights(report, folder)
+    if not trajectory.header["replayable"]:
+        return "their digest is the report's; the log of this method cannot rebuild them"
+    source, overrides = _base_of(folder, trajectory, base)
+    try:
+        model, _ = _load_base(source, overrides, folder)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"the base model cannot be loaded, so the weights were not rebuilt: {error} Give its folder "
+            "or Hub id by --base."
+        ) from error
+    replay(model, trajectory)
+    with tempfile.TemporaryDirectory() as made:
+        model.save_pretrained(made)
+        same = _compared(Path(made), folder)
+    return f"rebuilt from the log and the base that it names by digest: {same}"
+
+
+def _base_of(folder: Path, trajectory: Trajectory, base: str | None) -> tuple[str, list[str]]:
+    """What `_load_base` takes for a published folder, and overrides of a recipe."""
+    if named := hub.replay_base(folder, trajectory):
+        return base or named, []
+    if (folder / RECIPE_FILE).is_file():
+        return str(folder / RECIPE_FILE), ["--model_name_or_path", base] if base else []
+    if base is None:
+        raise NotChecked(
+            f"their digest is the report's; they were not rebuilt: neither {RECIPE_FILE} nor "
+            f"{hub.INITIAL_VALUES_FILE} of this run says what it started from"
+        )
+    return base, []
 
 
 def _load_base(
@@ -142,7 +223,7 @@ def _task_of(recipe: Recipe, beside: Path) -> Task:
     """
     import datasets
 
-    from hf_dpzero.tasks import build_task
+    from hf_dpzero.tasks import build_task, description_of
     from hf_dpzero.tasks.classification import Task
 
     config, names = beside / "config.json", list[str]()
@@ -150,6 +231,8 @@ def _task_of(recipe: Recipe, beside: Path) -> Task:
         if config.is_file():
             found = json.loads(config.read_text(encoding="utf-8")).get("id2label") or {}
             names = [found[key] for key in sorted(found, key=int)]
+        known = description_of(recipe.data.task)
+        names = names or [*(known.label_names if known else recipe.data.class_names or ())]
         if not names:
             try:
                 return build_task(recipe.data)  # type: ignore[return-value]
@@ -166,7 +249,7 @@ def _task_of(recipe: Recipe, beside: Path) -> Task:
     )
 
 
-def _compare(rebuilt: Path, expected: Path) -> None:
+def _compared(rebuilt: Path, expected: Path) -> str:
     """Checks that two folders hold the same tensors, bit for bit, and says so."""
     ours, theirs = read_weights(rebuilt), read_weights(expected)
     if ours.keys() != theirs.keys():
@@ -178,7 +261,7 @@ def _compare(rebuilt: Path, expected: Path) -> None:
         # As bytes: -0.0 differs from 0.0, and a NaN equals itself.
         if not alike or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
             raise ValueError(
-                f"tensor {name} of {expected} is not what the trajectory gives (see {rebuilt}): "
-                "these weights were not made by these releases alone."
+                f"tensor {name} of {expected} is not what the trajectory gives: these weights "
+                "were not made by these releases alone."
             )
-    print(f"all {len(ours)} tensors equal those in {expected}, bit for bit")
+    return f"all {len(ours)} tensors equal those in {expected}, bit for bit"

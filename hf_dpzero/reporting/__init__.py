@@ -10,6 +10,7 @@ Start at `privacy_report.PrivacyReport`, then `hub.build_hub_folder`.
 | `privacy_report`, `plan_facts` | what a report holds; its numbers that follow from the plan alone |
 | `wording` | what is guaranteed, why not, and what is not covered, in sentences |
 | `verification`, `weights` | whether report, trajectory and weights belong together |
+| `evidence` | what a stranger can check of a published folder, and what nobody can |
 | `provenance` | what was spent before on the base model and on the choice of settings |
 | `model_card`, `page` | what a card says, and `report.html` |
 | `public`, `hub` | what is public, what leaves the machine |

@@ -336,17 +336,10 @@ def _write_card(
     folder: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
     """Writes the card of the run whose files `folder` holds, from what of them is public."""
-    from safetensors import SafetensorError, safe_open
-
     recipe = public_recipe(_read_text(folder / RECIPE_FILE))
     settings = recipe_settings(recipe)
     adapter, config = _read_json(folder / ADAPTER_FILE), _read_json(folder / "config.json")
-    base_of_replay = None  # names what this run's initial values go with
-    with contextlib.suppress(OSError, SafetensorError):
-        with safe_open(folder / INITIAL_VALUES_FILE, framework="pt") as file:
-            values = file.metadata() or {}
-        if values.get("base_model_digest") == trajectory.header["base_model_digest"]:
-            base_of_replay = values.get("base_model")
+    base_of_replay = replay_base(folder, trajectory)
     dataset, task = settings.get("dataset_name"), settings.get("task")
     if not dataset or settings.get("train_file"):  # rows of one's own: the task, or its file's name
         dataset = Path(task).stem if task else None
@@ -403,6 +396,19 @@ def _history(folder: Path) -> Sequence[Mapping[str, Any]]:
     with contextlib.suppress(ValueError, LookupError, TypeError):
         return () if path.is_symlink() else list(_read_json(path)["log_history"])
     return ()
+
+
+def replay_base(folder: Path, trajectory: Trajectory) -> str | None:
+    """The base model that initial values beside a trajectory go with; None without those of its run."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / INITIAL_VALUES_FILE, framework="pt") as file:
+            values = file.metadata() or {}
+    except (OSError, SafetensorError):
+        return None
+    own = values.get("base_model_digest") == trajectory.header["base_model_digest"]
+    return values.get("base_model") if own else None
 
 
 def _upload(

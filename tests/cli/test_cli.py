@@ -40,7 +40,7 @@ def fail(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
 
 
 def test_every_command_has_help(capsys):
-    commands = ("train", "evaluate", "plan", "compare", "sweep", "replay", "push")
+    commands = ("train", "evaluate", "plan", "compare", "sweep", "replay", "push", "verify")
     for words in ([], *([command] for command in commands)):
         with pytest.raises(SystemExit) as stop:
             main.main([*words, "--help"])
@@ -368,6 +368,15 @@ def test_an_adapter_speaks_for_itself_and_its_base(
     clean = tmp_path / "clean" / "out"
     replay = ["replay", "--base", clean / "recipe.yaml", "--output_dir", tmp_path / "rebuilt"]
     assert "bit for bit" in run(capsys, *replay, "--trajectory", clean / "trajectory.safetensors")
+    run(capsys, "push", clean, "--repo_id", "me/tiny", "--dry_run")
+    for values in (
+        True,
+        False,
+    ):  # by the base's name and a file of initial values, then by the recipe
+        out = run(capsys, "verify", clean / "hub", "--base", bert_checkpoint)
+        assert "verified     weights" in out and "bit for bit" in " ".join(out.split())
+        assert (clean / "hub" / "initial_values.safetensors").exists() is values
+        (clean / "hub" / "initial_values.safetensors").unlink(missing_ok=True)
     words = ("--model_name_or_path", clean, "--model_revision", "later")
     said = privacy(capsys, tmp_path / "clean" / "tiny.yaml", *words)
     assert "NOT KNOWN" in said and "at later is not" in said

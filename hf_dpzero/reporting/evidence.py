@@ -1,0 +1,222 @@
+"""What a stranger can check of a published folder, claim by claim, and what nobody can.
+
+Each check returns what it found in words, or raises where a claim does not hold: `NotChecked` where the
+folder has nothing to check. Rebuilding the weights needs a model, and is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.privacy.bracket import epsilon_bracket
+from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.privacy.schedules import MechanismSchedule
+from hf_dpzero.privacy.selection import WORDS
+from hf_dpzero.reporting.hub import CARD_FILE
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
+from hf_dpzero.reporting.wording import counted_steps, number, round_up
+
+CHANCE = 1e-9
+"""Probability at most with which noise of the stated scale fails `noise_holds`."""
+
+UNCHECKED = (
+    "that noise and batches were drawn afresh and in secret: whoever knows the key of one can take it "
+    "away, and the released values look the same",
+    "that the values were clipped, and are of the rows, their number and the sampling that are claimed",
+    "that this is the only release on these rows: other runs, and settings chosen by looking at them, "
+    "add to epsilon",
+    "that one row is what has to be protected (a person may have several), that evaluation rows are "
+    "public, and that the base model never saw the private rows",
+    "the scores on the card, which need the evaluation rows",
+)
+"""What no check of a folder can see; the page ends with it."""
+
+
+class NotChecked(Exception):
+    """The folder has nothing that this check could be made with; says what is missing."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one claim: `holds` is None where it could not be checked."""
+
+    claim: str
+    holds: bool | None
+    text: str
+
+
+def findings(
+    folder: Path, weights_hold: Callable[[PrivacyReport, Trajectory], str]
+) -> list[Finding]:
+    """Checks all that a published folder claims, in the order of the page.
+
+    Without a trajectory and a report that can be read the first two findings say why, and there are no
+    others. `weights_hold` is a check as those here.
+    """
+
+    def finding(claim: str, check: Callable[..., str], *given: Any) -> Finding:
+        try:
+            return Finding(claim, True, check(*given))
+        except NotChecked as missing:
+            return Finding(claim, None, str(missing))
+        except (ValueError, OSError, ImportError) as error:
+            return Finding(claim, False, " ".join(str(error).split()))
+        except Exception as error:  # a stranger's file may break any code: then nothing is known
+            return Finding(claim, False, f"cannot be read ({type(error).__name__}: {error})")
+
+    found = [finding("log", _log_holds, folder), finding("report", report_holds, folder)]
+    try:
+        run = PrivacyReport.load(folder / REPORT_FILE), Trajectory.load(folder / TRAJECTORY_FILE)
+    except Exception:
+        return found
+    return [
+        *found,
+        finding("epsilon", epsilon_holds, *run),
+        finding("noise", noise_holds, *run),
+        finding("card", card_holds, folder, run[0]),
+        finding("weights", weights_hold, *run),
+    ]
+
+
+def _log_holds(folder: Path) -> str:
+    log = Trajectory.load(folder / TRAJECTORY_FILE)
+    return f"{log.next_step} releases of {log.num_values} numbers, whole by their checksum"
+
+
+def report_holds(folder: Path) -> str:
+    """Computes numbers and words of the report again, from the plan and the releases in the log."""
+    stated = PrivacyReport.load(folder / REPORT_FILE)
+    derived, _ = agreeing(stated, folder)
+    if derived != stated:
+        raise ValueError(
+            f"{REPORT_FILE} does not say in words what its numbers mean, which is: {derived.statement} "
+            "It was edited, or written by another version of this package (by its own account "
+            f"{stated.versions.get('hf_dpzero')}): take the file that the run wrote, and that version."
+        )
+    return f"follows from the plan and the releases in the log. It says: {stated.statement}"
+
+
+def epsilon_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
+    """Compares epsilon with that of the plan in the log by `privacy.bracket`, another accountant.
+
+    A claim below its lower end is false of the plan. One above its upper end says more than the plan
+    costs, as those of looser accountants and of whole searches for settings do.
+    """
+    if not report.private:
+        raise NotChecked("none is claimed: the report says NOT PRIVATE")
+    plan = PrivacyPlan.from_dict(trajectory.header["plan"])
+    parts = [part for before, done in plan.after for part in before.own_parts(done)]
+    parts += plan.own_parts(counted_steps(trajectory.header, trajectory.next_step))
+    bracket = epsilon_bracket(parts, report.delta, report.epsilon)
+    if bracket is None:
+        raise NotChecked(
+            f"only by {report.accountant}, as the report: the second accountant knows no truncated "
+            "batches, no Laplace noise, and no delta below 1e-10"
+        )
+    low, high = bracket
+    if report.epsilon * (1 + 1e-6) < low:
+        raise ValueError(
+            f"{REPORT_FILE} states epsilon = {report.epsilon:.6g} at delta = {report.delta:g}, and the "
+            f"plan in {TRAJECTORY_FILE} costs at least {low:.6g}."
+        )
+    alone = "" if report.tuning in WORDS else ", for one run without the search for settings"
+    ends = f"between {low:.4g} and {high:.4g}" if report.epsilon <= high else f"at least {low:.4g}"
+    return (
+        f"{round_up(report.epsilon)} at delta {number(report.delta)} by {report.accountant}; a second "
+        f"accountant, of other code, says {ends}{alone}"
+    )
+
+
+def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
+    """Compares the released values with the noise that the plan says is in them.
+
+    Given the past, a value is a signal and Gaussian noise, so the sum of squares over the noise's
+    variance is, in distribution, at least a chi-square (Anderson 1955). Where it is too small for that
+    the values were not noised as stated; where not, nothing is known of where the noise came from.
+    """
+    from scipy.special import chdtri
+
+    plan = PrivacyPlan.from_dict(trajectory.header["plan"])
+    mechanism: Any = plan.mechanism
+    if not report.private or not mechanism.replayable or mechanism.distribution != "gaussian":
+        raise NotChecked("the log has no numbers with Gaussian noise")
+    if trajectory.header.get("federated") or plan.correlation is not None:
+        raise NotChecked(
+            "means over clients and correlated noise have other scales than the plan's"
+        )
+    schedule, releases = MechanismSchedule(mechanism, plan.scheduled), trajectory.releases
+    squares, count = 0.0, len(releases) * trajectory.num_directions
+    for step, release in enumerate(releases):
+        own: Any = schedule.after(releases[:step])
+        scale = own.noise_scale / own.divisor
+        squares += math.fsum((v / scale) ** 2 for v in release.values[: trajectory.num_directions])
+    least = float(chdtri(count, 1 - CHANCE)) if count else 0.0
+    sizes = (
+        f"their squares over its variance add up to {squares:.4g}, and noise alone to {least:.4g}"
+    )
+    if squares < least:
+        raise ValueError(
+            f"the {count} released values are too small for the noise that the plan states: {sizes} or "
+            f"more but for a chance of {CHANCE:g}. The plan in the log is not the one that ran."
+        )
+    return f"the {count} released values are large enough for noise of the stated scale: {sizes}"
+
+
+def card_holds(folder: Path, report: PrivacyReport) -> str:
+    """Compares the card's statement, table, limitations and tag with the report; the rest is free."""
+    from huggingface_hub import ModelCard
+
+    from hf_dpzero.reporting.model_card import model_card
+
+    if not (folder / CARD_FILE).is_file():
+        raise NotChecked(f"there is no {CARD_FILE}")
+    card = ModelCard((folder / CARD_FILE).read_text(encoding="utf-8"))
+    stated, wanted = _claims(card.text), _claims(model_card(report).text)
+    for other, words in ((wanted - stated, "does not say"), (stated - wanted, "says")):
+        if other:
+            raise ValueError(
+                f"{CARD_FILE} {words} {min(other)!r}, other than {REPORT_FILE}: it was edited, or is of "
+                "another run. `hf_dpzero.reporting.hub.write_model_card` writes it from the report."
+            )
+    if not report.private and "differential-privacy" in (card.data.to_dict().get("tags") or ()):
+        raise ValueError(
+            f"{CARD_FILE} is tagged differential-privacy; the report says NOT PRIVATE."
+        )
+    return f"its statement, table and {len(report.caveats)} limitations are the report's"
+
+
+def _claims(card: str) -> set[str]:
+    """The lines of a card that speak of privacy: what is quoted at its top, and two of its sections."""
+    section, claims = "", set[str]()
+    for line in map(str.strip, card.splitlines()):
+        if line.startswith("## "):
+            section = line
+        elif line and (
+            section in ("## Privacy", "## Limitations") or (not section and line[0] == ">")
+        ):
+            claims.add(line)
+    return claims
+
+
+def page(name: str, found: Sequence[Finding]) -> str:
+    """The findings as one page of text."""
+    marks = {True: "verified", False: "REFUSED", None: "not checked"}
+    verdict = "Whatever could be checked holds."
+    if any(f.holds is False for f in found):
+        verdict = "NOT VERIFIED: what is refused above does not hold, or could not be seen to."
+    paragraphs = [
+        *((f"{marks[f.holds]:<12} {f.claim:<8} ", f.text) for f in found),
+        ("", f"{name}: {verdict} No check of a folder can show"),
+        *(("  - ", text) for text in UNCHECKED),
+    ]
+    return "\n".join(
+        textwrap.fill(text, 100, initial_indent=first, subsequent_indent=" " * len(first))
+        for first, text in paragraphs
+    )

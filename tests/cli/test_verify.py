@@ -1,0 +1,203 @@
+"""`hf-dpzero verify`: an honest folder passes with its base alone; each kind of change is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_runs import SECRET, build
+
+from hf_dpzero.cli import main
+from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.reporting.evidence import epsilon_holds
+from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
+from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.verification import bound_to
+
+CARD, LOG, REPORT = "README.md", "trajectory.safetensors", "privacy_report.json"
+
+
+def loaded(base: Path) -> Any:
+    """The saved encoder under a head of its own, which no file of the base has."""
+    from transformers import BertForSequenceClassification
+
+    return BertForSequenceClassification.from_pretrained(base)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_runs import tiny_model
+
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model(seed=4).bert.save_pretrained(folder)
+    return folder
+
+
+def pushed(base: Path, folder: Path, **settings: Any) -> Path:
+    trainer = build(folder / "run", loaded(base), **{**SECRET, **settings})
+    trainer.train()
+    trainer.save_model()
+    return build_hub_folder(folder / "run", folder / "hub")
+
+
+@pytest.fixture(scope="module")
+def published(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a private run of 6 steps of 4 directions. Read only."""
+    return pushed(base, tmp_path_factory.mktemp("published"), num_directions=4)
+
+
+def verified(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was found of each claim: whether it holds, and why."""
+    capsys.readouterr()
+    status = main.main(["verify", *map(str, words), "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["holds"] is (status == 0) and len(said["cannot_be_checked"]) == 5
+    return status, {f["claim"]: (f["holds"], f["text"]) for f in said["findings"]}
+
+
+def test_an_honest_folder_is_verified_with_its_base_alone(published, base, capsys, monkeypatch):
+    monkeypatch.chdir(base.parent)  # the folder names its base as the run did, without a path
+    status, found = verified(capsys, published)
+    assert status == 0 and list(found) == ["log", "report", "epsilon", "noise", "card", "weights"]
+    assert all(holds for holds, _ in found.values())
+    assert "6 releases of 4 numbers" in found["log"][1] and "says between" in found["epsilon"][1]
+    assert "24 released values" in found["noise"][1] and "bit for bit" in found["weights"][1]
+    assert main.main(["verify", str(published)]) == 0
+    page = capsys.readouterr().out
+    assert "Whatever could be checked holds" in page and "verified     weights" in page
+
+
+def report_of(folder: Path, **entries: Any) -> None:
+    values = json.loads((folder / REPORT).read_text())
+    assert values.keys() >= entries.keys()
+    (folder / REPORT).write_text(json.dumps(values | entries))
+
+
+def weights_of(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["classifier.weight"].view(torch.int32)[0, 0] ^= 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def weights_and_report(folder: Path) -> None:
+    weights_of(folder)
+    bound_to(PrivacyReport.load(folder), folder).save(folder)
+
+
+def a_byte_of_the_log(folder: Path) -> None:
+    raw = bytearray((folder / LOG).read_bytes())
+    raw[-5] ^= 1
+    (folder / LOG).write_bytes(raw)
+
+
+def a_release(folder: Path) -> None:
+    log = Trajectory.load(folder / LOG)
+    first, *rest = log.releases
+    changed = first._replace(values=(-first.values[0], *first.values[1:]))
+    Trajectory(log.header, [changed, *rest]).to_safetensors(folder / LOG)
+
+
+def more_noise_than_was(folder: Path) -> None:
+    """A publisher's lie that agrees with itself: 100 times the noise in log, report and card."""
+    log, digest = Trajectory.load(folder / LOG), PrivacyReport.load(folder).weights_digest
+    log.header["plan"]["mechanism"]["noise_multiplier"] *= 100
+    log.to_safetensors(folder / LOG)
+    report = PrivacyReport.from_header(log.header, steps=6, delta=1e-3)
+    replace(report, weights_digest=digest).save(folder)
+    write_model_card(folder)
+
+
+def card_line(folder: Path, old: str, new: str) -> None:
+    text = (folder / CARD).read_text()
+    assert old in text
+    (folder / CARD).write_text(text.replace(old, new, 1))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "weights": (weights_of, "weights", "changed or replaced after the run saved them"),
+    "weights and report": (weights_and_report, "weights", "not what the trajectory gives"),
+    "epsilon": (lambda f: report_of(f, epsilon=0.1), "report", "epsilon: 0.1 / "),
+    "n": (lambda f: report_of(f, num_examples=9999), "report", "num_examples: 9999 / 120"),
+    "statement": (lambda f: report_of(f, statement="Private."), "report", "in words"),
+    "no report": (lambda f: (f / REPORT).unlink(), "report", "No such file"),
+    "no report's type": (lambda f: report_of(f, epsilon=None), "report", "privacy_report.json"),
+    "damaged log": (a_byte_of_the_log, "log", "checksum"),
+    "a release": (a_release, "weights", "not what the trajectory gives"),
+    "more noise": (more_noise_than_was, "noise", "The plan in the log is not the one that ran"),
+    "card": (lambda f: card_line(f, "(spent) | ", "(spent) | 0."), "card", "does not say '| epsilon"),
+    "card's row": (lambda f: card_line(f, "| delta |", "|delta|0|\n| delta |"), "card", "'|delta|0|'"),
+    "card's limits": (lambda f: card_line(f, "- The loss, class", "- Class"), "card", "The loss, class"),
+    "card's header": (lambda f: card_line(f, "tags:", "tags: :"), "card", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_file_is_refused_in_words(change, published, base, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    alter, claim, words = CHANGES[change]
+    alter(folder)
+    status, found = verified(capsys, folder, "--base", base)
+    assert status == 1 and found[claim][0] is False and words in found[claim][1]
+    assert change != "more noise" or [c for c, (holds, _) in found.items() if not holds] == [
+        "noise"
+    ]
+
+
+def test_another_base_or_none_is_refused(published, base, tmp_path, capsys, monkeypatch):
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors[min(tensors)].view(-1).view(torch.int32)[0] ^= 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    status, found = verified(capsys, published, "--base", other)
+    assert (
+        status == 1 and "not the base that the trajectory was trained from" in found["weights"][1]
+    )
+    monkeypatch.chdir(tmp_path)
+    status, found = verified(capsys, published)
+    assert status == 1 and "Give its folder or Hub id by --base" in found["weights"][1]
+    assert main.main(["verify", "me/nothing"]) == 2
+    assert "no repository that the Hub gave" in capsys.readouterr().err
+
+
+def test_what_a_log_cannot_rebuild_is_known_by_its_digest(base, tmp_path, capsys):
+    """First order: whole vectors were released. Without privacy nothing is claimed, nor tagged."""
+    folder = pushed(base, tmp_path / "dp-sgd", method="dp-sgd", max_steps=2, trainable="classifier")
+    status, found = verified(capsys, folder)
+    assert status == 0 and found["noise"][0] is None and found["epsilon"][0]
+    assert found["weights"] == (
+        True, "their digest is the report's; the log of this method cannot rebuild them"
+    )  # fmt: skip
+    weights_of(folder)
+    assert verified(capsys, folder)[0] == 1
+
+
+def test_a_run_that_is_not_private_may_not_be_tagged(published, base, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    log, digest = Trajectory.load(folder / LOG), PrivacyReport.load(folder).weights_digest
+    log.header["log_private_diagnostics"] = True
+    log.to_safetensors(folder / LOG)
+    report = PrivacyReport.from_header(log.header, steps=6, delta=1e-3)
+    replace(report, weights_digest=digest).save(folder)
+    write_model_card(folder)
+    status, found = verified(capsys, folder, "--base", base)
+    assert status == 0 and (found["epsilon"][0], found["card"][0]) == (None, True)
+    card_line(folder, "tags:", "tags:\n- differential-privacy")
+    assert "tagged" in verified(capsys, folder, "--base", base)[1]["card"][1]
+
+
+def test_a_claim_below_the_second_accountants_is_refused(published):
+    report, log = PrivacyReport.load(published), Trajectory.load(published / LOG)
+    assert "says between" in epsilon_holds(report, log)
+    assert "says at least" in epsilon_holds(replace(report, epsilon=2 * report.epsilon), log)
+    with pytest.raises(ValueError, match="costs at least"):
+        epsilon_holds(replace(report, epsilon=0.97 * report.epsilon), log)
