@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from hf_dpzero.batches.logical_batch import LogicalBatch, Rows
     from hf_dpzero.batches.shapes import PassShapes
+    from hf_dpzero.batches.units import Units
     from hf_dpzero.estimators.landscape import Landscape
     from hf_dpzero.ledger.trajectory import Trajectory
     from hf_dpzero.privacy.noise import NoiseSource
@@ -96,6 +97,7 @@ class Run:
       extended: likewise on the run that this one extends.
       sharded: whether parameters lie in parts on several processes.
       row_groups: group-robust training: the group of each row, int64 [n]; private.
+      units: what the sampler draws, where several rows are one unit; private.
       shapes: of the forward passes; None where neighbours are collated together.
       mesh: which rows and directions this process takes.
       ledger: what was released; None until it is open.
@@ -132,6 +134,7 @@ class Run:
     extended: list[dict[str, Any]] = field(default_factory=list)
     sharded: bool = False
     row_groups: np.ndarray | None = None
+    units: Units | None = None
     shapes: PassShapes | None = None
     mesh: ProcessMesh = ALONE
     ledger: Trajectory | None = None
@@ -192,10 +195,16 @@ class Run:
         self._method = method
 
     @property
+    def expected_rows(self) -> float:
+        """Rows that a step is expected to have at most, by public numbers."""
+        of_unit = 1 if self.units is None else self.units.most
+        return self.plan.sampler.expected_batch_size * of_unit
+
+    @property
     def expected_passes(self) -> float:
         """Microbatches that a step is expected to have on this process, by public numbers."""
         if self.shapes is None:
-            rows = self.plan.sampler.expected_batch_size / self.mesh.rows
+            rows = self.expected_rows / self.mesh.rows
             return float(rows / self.args.physical_batch_size)
         return float(self.shapes.placement.expected_passes() / self.mesh.rows)
 

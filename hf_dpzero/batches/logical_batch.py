@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_dpzero.batches.columns import Block, Columns, columns_of
 from hf_dpzero.batches.shapes import PassShapes
+from hf_dpzero.batches.units import MOST, Units
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import batch_size, num_examples
 from hf_dpzero.privacy.sampling import place_order
@@ -29,7 +30,7 @@ class LogicalBatch(TypedDict):
     step: int
     microbatches: list[Mapping[str, Tensor]]
     examples: list[int]  # rows of each microbatch that count; the others only fill it up
-    groups: list[int]  # averaged clipping: the group of each example that counts; else empty
+    groups: list[int]  # of each example that counts, averaged clipping: its group; units: its code
     row_groups: list[int]  # group-robust training: the group of each example that counts, in order
     batch_digest: int  # `fingerprint` of the step and of what every process takes
 
@@ -128,6 +129,8 @@ class StepBatches(Dataset):
       paid: steps before this one are replayed: nothing is sampled for them.
       shapes: makes microbatches of fixed shapes; None collates neighbours together.
       row_groups: group-robust training: the group of each row, int64 [n].
+      units: what the sampler draws, where that is no row.
+      gradients: of units: a pass has rows of one of them.
     """
 
     rows: Rows
@@ -139,6 +142,8 @@ class StepBatches(Dataset):
     paid: int = 0
     shapes: PassShapes | None = None
     row_groups: np.ndarray | None = None
+    units: Units | None = None
+    gradients: bool = False
 
     def __len__(self) -> int:
         return self.plan.steps
@@ -147,6 +152,8 @@ class StepBatches(Dataset):
         if step < self.paid:
             return self._batch(step, [], [], [])
         chosen = self.plan.sampler.batch(step, self.key)
+        if self.units is not None:
+            return self._of_units(step, self.units, chosen)
         if self.shapes is not None:  # the placement lemma's order (batches/placement.py)
             chosen = chosen[place_order(len(chosen), step, self.key)]
         if getattr(self.plan.mechanism, "clipping", "fixed") == "averaged":
@@ -168,13 +175,29 @@ class StepBatches(Dataset):
         """The batch of averaged clipping, whose groups are dealt whole: one process takes a mean."""
         mechanism = self.plan.mechanism
         of = mechanism.group_of(chosen, self.key)  # type: ignore[union-attr]
-        told = [chosen[of % self.shares == share].tolist() for share in range(self.shares)]
-        own = of % self.shares == self.share
-        chosen, of = chosen[own], of[own]
         # A pass of losses may hold examples of several groups, one of gradients may not.
-        losses = mechanism.values_per_release > 0
+        apart = of if mechanism.values_per_release == 0 else 0 * of
+        return self._in_groups(step, chosen, of, apart, of % self.shares)
+
+    def _of_units(self, step: int, units: Units, chosen: np.ndarray) -> LogicalBatch:
+        """The batch of units, each whole on one process, in a secret order of their rows."""
+        rows, codes = units.drawn(chosen, step, self.key)
+        shares = units.share_of(codes // MOST, self.shares, self.key)
+        if self.gradients:
+            return self._in_groups(step, rows, codes, codes // MOST, shares)
+        order = place_order(len(rows), step, self.key)
+        rows, codes, shares = rows[order], codes[order], shares[order]
+        return self._in_groups(step, rows, codes, 0 * codes, shares)
+
+    def _in_groups(
+        self, step: int, chosen: np.ndarray, of: np.ndarray, apart: np.ndarray, shares: np.ndarray
+    ) -> LogicalBatch:
+        """The rows of this share, each with its `of`; those that differ in `apart` in other passes."""
+        told = [chosen[shares == share].tolist() for share in range(self.shares)]
+        own = shares == self.share
+        chosen, of, apart = chosen[own], of[own], apart[own]
         made, rows, groups = list[Mapping[str, Tensor]](), list[int](), list[int]()
-        for part in [of >= 0] if losses else [of == group for group in np.unique(of)]:
+        for part in (apart == value for value in np.unique(apart)):
             passes = self._microbatches(chosen[part].tolist())
             places = places_of(passes)
             made += passes

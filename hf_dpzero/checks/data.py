@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Hashable, Iterator, Mapping, Sized
 
 import datasets
 import numpy as np
@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from hf_dpzero.batches.shapes import context_length
+from hf_dpzero.batches.units import Units
 from hf_dpzero.objectives.heads import is_language_model
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.run import Dataset, Run
+from hf_dpzero.settings.row_groups import column_values
 
 LABEL_COLUMNS = (
     *("labels", "label", "label_ids"),
@@ -38,6 +40,34 @@ def num_examples(dataset: Dataset | None) -> int:
     if len(dataset) == 0:
         raise ValueError("train_dataset is empty.")
     return len(dataset)
+
+
+def units_of(dataset: Dataset, column: str, most: int) -> Units:
+    """Groups the rows that have the same value in a column.
+
+    Raises:
+      ValueError: no such column, a row without a value, one value for all rows, or one for each.
+    """
+    values = column_values(dataset, column)
+    what = f"unit_column={column!r}"
+    if values is None:
+        raise ValueError(
+            f"{what} is no column of train_dataset: keep it where the rows are tokenised (the trainer "
+            "takes it away from the model's inputs itself), or name another."
+        )
+    if (missing := values.count(None)) or not all(isinstance(value, Hashable) for value in values):
+        raise ValueError(
+            f"{what} has {missing or 'lists in place of'} {'rows without a ' * bool(missing)}value"
+            f"{'' if missing else 's'}: every row needs one name, number or id of its unit."
+        )
+    units = Units.of(values, most)
+    if not 1 < len(units) < len(values):
+        found = "one value for all rows" if len(units) == 1 else "another value for each row"
+        raise ValueError(
+            f"{what} has {found}: name the column that says whose rows they are, or leave it out where "
+            "each row is a unit by itself."
+        )
+    return units
 
 
 def check_rows(dataset: object) -> None:

@@ -76,7 +76,7 @@ def shapes_of(run: Run) -> PassShapes | None:
     decoder = getattr(config, "is_encoder_decoder", False)  # its labels may have the texts' shape
     shapes = PassShapes(
         rows.collate_each,
-        Placement(run.plan.sampler.expected_batch_size, (1,), {0: 1.0}, 0.0),
+        Placement(run.expected_rows, (1,), {0: 1.0}, 0.0),
         context_length=forms.context_length(model),
         padding_side="right" if decoder else getattr(tokenizer, "padding_side", "right"),
         pad_token_id=getattr(config, "pad_token_id", None) if pad is None else pad,
@@ -199,7 +199,7 @@ def choose_passes(run: Run) -> None:
         with at_nonzero_weights(model), parameters_left_alone(model), evaluation_mode(model):
             sizes, tokens = _tried_sizes(run, shapes)
     if shapes is None or sizes == (1,):
-        placement = Placement(run.plan.sampler.expected_batch_size, sizes, {0: 1.0}, 0.0)
+        placement = Placement(run.expected_rows, sizes, {0: 1.0}, 0.0)
     else:
         placement = _placement(run, shapes, sizes, tokens)
     placement, run.mesh = place_on_mesh(args, model, placement, run.sharded)
@@ -234,7 +234,7 @@ def _placement(
     run: Run, shapes: PassShapes, sizes: tuple[int, ...], tokens: int | None
 ) -> Placement:
     """The passes of a run with these sizes, from public numbers."""
-    model, expected = run.model, run.plan.sampler.expected_batch_size
+    model, expected = run.model, run.expected_rows
     first = shapes.collate_each([0])[0]
     coarse = bool(low_precision(model, run.args))
     count = sum(p.numel() for p in model.parameters())

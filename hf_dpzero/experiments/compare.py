@@ -252,8 +252,9 @@ def _check_comparable(methods: Sequence[Method]) -> None:
         return {name: value for name, value in values.items() if name != "subset_seed"}  # --seeds
 
     def meaning_of(recipe: Recipe) -> dict[str, str]:
-        relation = recipe.training.neighboring_relation
-        return {"neighboring_relation": relation, "target_delta": delta_of(recipe)}
+        relation, unit = recipe.training.neighboring_relation, recipe.training.privacy_unit
+        delta = delta_of(recipe)
+        return {"neighboring_relation": relation, "unit": unit, "target_delta": delta}
 
     private = [method for method in methods if method.private]
     for among, settings_of, what in (
@@ -382,6 +383,7 @@ def _settings_of(
         "overrides": list(overrides),
         "delta": delta_of(private[0]) if private else None,
         "neighboring_relation": private[0].training.neighboring_relation if private else None,
+        "privacy_unit": private[0].training.privacy_unit if private else None,
         "jobs": jobs,
         "cores": runner.cores(),
         "versions": versions(),

@@ -46,7 +46,7 @@ _NEVER = (
 _BUDGET = ("target_epsilon", "target_delta", "noise_multiplier", "accountant")
 _EVENT = (
     "method", "max_steps", "num_train_epochs", "expected_batch_size", "sampling", "max_batch_size",
-    "neighboring_relation", "noise_distribution",
+    "neighboring_relation", "noise_distribution", "unit_column",
 )  # fmt: skip
 _CHANGES_EVENT = (
     "changes the privacy event of a run, and all trials of a private selection share one. Fix it, or "

@@ -137,7 +137,7 @@ def _caption(record: Record) -> list[str]:
         private = (
             f"Each epsilon is that of one run, at δ = "
             f"{', '.join(sorted(deltas)) or record.settings['delta']} under "
-            f"{relation_words(relation, 'example')}; it does not add up the runs of the table, "
+            f"{relation_words(relation, record.settings['privacy_unit'])}; it does not add up the runs of the table, "
             "which on private data would all be paid for. Private runs cannot be repeated bit for bit, "
             "by design: their noise and their batches come from the operating system's entropy, "
             "whatever the seed."

@@ -88,7 +88,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
 def with_kept_column(
     rows: datasets.DatasetDict, task: AnyTask, column: str | None
 ) -> datasets.DatasetDict:
-    """Puts the column of their groups beside encoded rows; a split that has none is left as it is.
+    """Puts the column of groups or units beside encoded rows; a split that has none stays as it is.
 
     Args:
       rows: of `task.tokenize`, a row an example, by split; changed in place.
@@ -104,9 +104,9 @@ def with_kept_column(
 
     if column not in task.splits["train"].column_names:
         raise ValueError(
-            f"group_robust.column={column!r} is no column of the training rows that task {task.name!r} "
-            "keeps: name one of theirs (of the label, its own name), or, of a task that is no "
-            "classification, pass a train_dataset with it to DPZeroTrainer."
+            f"{column!r} (group_robust.column or unit_column) is no column of the training rows that "
+            f"task {task.name!r} keeps: name one of theirs (of the label, its own name), or, of a task "
+            "that is no classification, pass a train_dataset with it to DPZeroTrainer."
         )
     for split in rows:
         values = column_values(task.splits[split], column)

@@ -112,9 +112,10 @@ def build_recipe(
         values = merged(values, coerce_fields(own, str(file)))
     values = merged(values, coerce_fields(overrides, COMMAND_LINE))
     model, data, training = recipe_parser().build(values, source)
-    # The groups are the trainer's setting, and their column is the task's to keep.
-    if training.group_robust.column is not None:
-        data = dataclasses.replace(data, keep_column=training.group_robust.column)
+    # Groups and units are the trainer's settings, and their column is the task's to keep.
+    column = training.group_robust.column or training.unit_column  # never both
+    if column is not None:
+        data = dataclasses.replace(data, keep_column=column)
     return Recipe(model=model, data=data, training=training, values=values)
 
 

@@ -25,6 +25,7 @@ from hf_dpzero.privacy.words import LABELS
 from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
+    BLOCK,
     EXAMPLE,
     NOT_COMPARED,
     WEAK,
@@ -73,11 +74,12 @@ class PrivacyReport:
       accountant: what computed `epsilon`: "pld", "rdp", "gaussian_exact", "advanced_composition",
         or "none" for a method that is not private.
       neighboring_relation: which two data sets the guarantee compares.
-      privacy_unit: what one row of the training set is: "example", or "block of text" (`rows_are`).
+      privacy_unit: what the guarantee is for one of: "example", "block of text" (`rows_are`), or all
+        rows with one value in a column (`unit_column`).
       sampling: name of the sampler that ran, which is the one accounted.
       sampling_probability: expected batch size over number of examples.
       expected_batch_size: the public divisor of each sum.
-      num_examples: examples in the training set; treated as public.
+      num_examples: units in the training set; treated as public.
       steps: completed steps, the ones paid for.
       planned_steps: steps the plan allowed.
       shipped_step: the weights are those after so many steps, where an earlier step than the last
@@ -395,7 +397,8 @@ class PrivacyReport:
         )
         sampling = (
             f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "
-            f"{number(self.expected_batch_size)} of {self.num_examples} examples)"
+            f"{number(self.expected_batch_size)} of {self.num_examples} "
+            f"{'examples' if self.privacy_unit in (EXAMPLE, BLOCK) else 'units'})"
         )
         last, step = self.average_last, self.shipped_step
         shipped = "" if step is None else f"; the weights are of step {step}"

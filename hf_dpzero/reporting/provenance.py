@@ -265,7 +265,7 @@ def check_extended(
     if report.privacy_unit != privacy_unit:
         raise ValueError(
             f"extends_run={folder!r} is private for one {report.privacy_unit}, this run for one "
-            f"{privacy_unit}: the two do not add up. Set rows_are as it was."
+            f"{privacy_unit}: the two do not add up. Set rows_are and unit_column as they were."
         )
     return ledger
 

@@ -44,13 +44,13 @@ OWN_SETTINGS = frozenset(
     direction expected_batch_size extends extends_run features group_robust head_init init_seed
     keep_column label_column label_texts label_words learning_rate_is_final load_in_4bit
     load_in_8bit logit_scale lora_alpha lora_r lora_target_modules max_batch_size
-    max_eval_samples max_length max_memory max_new_tokens max_seq_length max_train_samples
-    method microbatch_size model_name_or_path model_revision momentum neighboring_relation
-    noise_distribution noise_multiplier normalize num_demonstrations num_directions
+    max_eval_samples max_length max_memory max_new_tokens max_rows_per_unit max_seq_length
+    max_train_samples method microbatch_size model_name_or_path model_revision momentum
+    neighboring_relation noise_distribution noise_multiplier normalize num_demonstrations num_directions
     num_examples_per_class num_virtual_tokens objective offload_folder on_no_signal
     pair_features peft_method performance pooling precompute_features prompt public_file rows_are
     sampling schedules smoothing subset_seed target_delta target_epsilon task template testing
-    text_column text_pair_column torch_dtype train_file trainable tuning update_rule
+    text_column text_pair_column torch_dtype train_file trainable tuning unit_column update_rule
     update_window validation_file
     """.split()  # noqa: SIM905
 )

@@ -29,6 +29,12 @@ SAMPLERS = {
 EXAMPLE, BLOCK = "example", "block of text"
 """Privacy units: what one row of the training set is."""
 
+
+def unit_words(column: str) -> str:
+    """Names the unit whose rows have the same value in a column."""
+    return f"{column} with all its rows"
+
+
 NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
 EQUAL, DECLARED, NOT_COMPARED = "equal_to_named", "declared_public", "not_compared"
 EQUAL_BUT_NEW, EXTENDED = "equal_to_named_but_new_parts", "of_the_extended_run"
@@ -84,7 +90,8 @@ def number(value: float) -> str:
 
 def relation_words(relation: str, unit: str) -> str:
     """Says in words which two data sets a relation (a key of `RELATIONS`, or any text) compares."""
-    return RELATIONS.get(relation, relation).format(unit=f"training {unit}")
+    of_rows = f"training {unit}" if unit in (EXAMPLE, BLOCK) else unit
+    return RELATIONS.get(relation, relation).format(unit=of_rows)
 
 
 def why_not_private(
@@ -285,6 +292,8 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
       Sentences: first what nothing in the run can see, then a base model that is not private.
     """
     first, *rest = _COMMON_CAVEATS
+    rows = facts["privacy_unit"] in (EXAMPLE, BLOCK)
+    rest.insert(1, _ROW_UNIT_CAVEAT if rows else _UNIT_CAVEAT)
     rest.append(_COUPLING_CAVEATS[facts["forward_passes"]])
     several = facts["processes"] not in ("", "1")
     rest += [_LINKS_CAVEAT.format(facts["processes"])] if several else []
@@ -364,13 +373,23 @@ _COMMON_CAVEATS = (
     "The number of training examples, the sampling probability, the expected batch size, the number of "
     "steps and the noise multiplier are public constants of the claim: they are not derived again for "
     "the neighbouring data set, also where it has one row more or less.",
-    "The privacy unit is a row as it was given to the trainer: several rows of one person, and texts "
-    "that were packed together or split up before, are not one unit. A subset drawn from a larger "
-    "private set beforehand (few-shot, max_train_samples) is taken as fixed.",
     "The guarantee covers the weights, the released numbers and what is computed from them. Logs, "
     "progress bars and monitoring files tell when a step ended, which depends on the rows it drew: they "
     "stay on the training machine. Memory use, aborted runs and other side channels are not covered "
     "either.",
+)
+
+_DRAWN = (
+    " A subset drawn from a larger private set beforehand (few-shot, max_train_samples) is taken as "
+    "fixed."
+)
+_ROW_UNIT_CAVEAT = (
+    "The privacy unit is a row as it was given to the trainer: several rows of one person, and texts "
+    "that were packed together or split up before, are not one unit (unit_column)." + _DRAWN
+)
+_UNIT_CAVEAT = (
+    "Which rows are one unit was read from a column of the private rows: what a person has under two "
+    "values of it counts as two units. How many units there are is public." + _DRAWN
 )
 
 _LINKS_CAVEAT = (

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from hf_dpzero.ledger.replay import UpdateRule
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.reporting.wording import BLOCK, EXAMPLE
+from hf_dpzero.reporting.wording import BLOCK, EXAMPLE, unit_words
 from hf_dpzero.settings import hf_arguments
 from hf_dpzero.settings.defaults import (
     differences_for,
@@ -24,7 +24,7 @@ from hf_dpzero.settings.defaults import (
     forward_saves_nothing,
     take_accumulation,
 )
-from hf_dpzero.settings.fields import CLIPPINGS, OwnFields
+from hf_dpzero.settings.fields import CLIPPINGS, ROWS_PER_UNIT, OwnFields
 from hf_dpzero.settings.hf_arguments import refused_fields
 from hf_dpzero.settings.nested import ADAMW, FIRST_ORDER, NESTED, NOT_PRIVATE, SGD
 from hf_dpzero.settings.plan_of import groups_of, plan_of, sampler_of
@@ -129,6 +129,7 @@ class DPZeroConfig(OwnFields, TrainingArguments):
                 "give exactly one of them (or method='mezo', 'sgd' or 'adamw' for a run that "
                 "is not private)."
             )
+        yield from self._units()
         truncated = self.sampling == "truncated_poisson"
         if truncated and self.max_batch_size is None:
             yield "sampling='truncated_poisson' needs max_batch_size, e.g. 2 B."
@@ -158,6 +159,31 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             groups_of(self)
         except ValueError as error:
             yield str(error)
+
+    def _units(self) -> Iterator[str]:
+        """Says what has no account where several rows are one unit."""
+        if self.unit_column is None:
+            if self.max_rows_per_unit is not None:
+                yield (
+                    f"max_rows_per_unit={self.max_rows_per_unit} without unit_column: name the column "
+                    "of train_dataset that says whose rows they are, or leave it out."
+                )
+            return
+        if self.clipping == "averaged":
+            yield (
+                "unit_column with clipping='averaged', which clips means over several units: use "
+                "clipping='fixed'; rows of one unit are averaged before the clip as it is."
+            )
+        if self.group_robust.column is not None:
+            yield (
+                "unit_column with group_robust.column: rows of one unit may be in several groups, whose "
+                "losses have no account then. Leave one of them out."
+            )
+
+    @property
+    def rows_per_unit(self) -> int:
+        """m, rows of a unit in a step at most; 1 where each row is a unit."""
+        return 1 if self.unit_column is None else self.max_rows_per_unit or ROWS_PER_UNIT
 
     def _method(self) -> Iterator[str]:
         """Says which settings the method does not take."""
@@ -258,7 +284,9 @@ class DPZeroConfig(OwnFields, TrainingArguments):
 
     @property
     def privacy_unit(self) -> str:
-        """What one row of the training set is, in the report's words."""
+        """What the guarantee is for one of, in the report's words."""
+        if self.unit_column is not None:
+            return unit_words(self.unit_column)
         return BLOCK if self.rows_are == "blocks" else EXAMPLE
 
     def direction_settings(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from hf_dpzero.estimators.finite_differences import DIFFERENCES
 from hf_dpzero.ledger.replay import UPDATE_RULES
 from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.privacy.events import ACCOUNTANTS
-from hf_dpzero.privacy.mechanisms.base import RELATIONS
+from hf_dpzero.privacy.mechanisms.base import MOST_ROWS, RELATIONS
 from hf_dpzero.privacy.sampling import SAMPLERS
 from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.settings.nested import (
@@ -43,6 +43,10 @@ CLIPPINGS = {
     "averaged": ("dpzero", "dp-sgd", "dp-adamw"),
 }
 """`clipping` -> the methods that it is for."""
+
+
+ROWS_PER_UNIT = 4
+"""`max_rows_per_unit` where a unit_column stands alone."""
 
 
 @dataclass
@@ -96,6 +100,23 @@ class OwnFields:
         RELATIONS,
         privacy="replace_one: up to twice the noise at the same epsilon; epsilons of different "
         "relations cannot be compared",
+    )
+    unit_column: str | None = setting(
+        None,
+        "column of train_dataset whose value says which rows are one unit of privacy: a person, say",
+        TEXT,
+        privacy="the guarantee is for all rows of a value together; n, q and B count values. The "
+        "column's name is published",
+        time="a step evaluates up to `max_rows_per_unit` rows for each of B units",
+        none="each row is a unit",
+    )
+    max_rows_per_unit: int | None = setting(
+        None,
+        "m, rows of a unit in a step at most, drawn anew in each; their mean is clipped once",
+        Allowed(f"an integer from 1 to {MOST_ROWS}", lambda x: COUNT.holds(x) and x <= MOST_ROWS),
+        privacy="nothing; rows are clipped at C / (1 + m / 256)",
+        time="the more, the more rows a step evaluates",
+        none=f"{ROWS_PER_UNIT} where there is a `unit_column`",
     )
     accountant: str = setting(
         "pld",

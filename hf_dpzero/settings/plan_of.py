@@ -127,6 +127,7 @@ def _mechanism(config: DPZeroConfig, num_examples: int) -> dict[str, Any]:
     values: dict[str, Any] = {"name": config.method, "expected_batch_size": batch}
     if not config.not_private:
         values |= {"clip": config.clip, "noise_multiplier": config.noise_multiplier or 0.0}
+        values["rows_per_unit"] = config.rows_per_unit
     if not config.first_order:
         # Until a model decides on K any will do: a row's K differences are one clipped vector.
         values["num_directions"] = config.num_directions or CLASSIC["num_directions"]

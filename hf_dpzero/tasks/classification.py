@@ -288,8 +288,8 @@ def classification_task(
             )
     if data.keep_column == "label" != label:
         raise ValueError(
-            f"keep_column (group_robust.column) 'label' beside label_column={label!r}, which is called "
-            "'label' here: rename one of the columns."
+            f"keep_column (group_robust.column, unit_column) 'label' beside label_column={label!r}, "
+            "which is called 'label' here: rename one of the columns."
         )
     kept = [] if data.keep_column in (None, "label") else [str(data.keep_column)]
     labelled, feature = datasets.DatasetDict(), datasets.ClassLabel(names=list(names))

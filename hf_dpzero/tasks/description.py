@@ -190,8 +190,8 @@ class DataArguments:
       class_names: names of the labels in order; null reads them from the validation rows. The set of
         names is public (config.json ships it). For text_classification; other tasks name their
         labels. A row with another label is refused.
-      keep_column: a further column that stays beside the rows; a recipe's `group_robust.column` sets
-        it. Of classifications only.
+      keep_column: a further column that stays beside the rows; a recipe's `group_robust.column` or
+        `unit_column` sets it. Of classifications only.
       max_seq_length: tokens a text is cut to, >= 2.
       max_train_samples: keep this many training rows, chosen by `subset_seed`; null keeps all.
       max_eval_samples: the same for evaluation.

@@ -55,6 +55,7 @@ from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
+from hf_dpzero.privacy.mechanisms.base import MOST_ROWS
 from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.folder import discard_unused
@@ -121,6 +122,8 @@ def loader_of(run: Run, key: bytes, taken: Callable[[], int]) -> DataLoader[Logi
         paid=run.opened.next_step,
         shapes=run.shapes,
         row_groups=run.row_groups,
+        units=run.units,
+        gradients=run.args.first_order,
     )
     return DataLoader(
         batches,
@@ -182,6 +185,7 @@ class ZerothOrderMethod:
                 run.landscape, run.args.learning_rate = found, rate
         self.step = ZerothOrderStep(
             mechanism=run.plan.mechanism,
+            units=run.units is not None,
             space=self.space,
             differences=differences,
             noise=run.step_noise or run.noise,
@@ -291,7 +295,9 @@ class ZerothOrderMethod:
                     list(map(PaddedMicrobatch, batch["microbatches"], batch["examples"]))
                 ),
                 learning_rate,
-                batch["groups"] if self.run.args.clipping == "averaged" else None,
+                batch["groups"]
+                if self.step.units or self.run.args.clipping == "averaged"
+                else None,
                 batch["row_groups"],
                 batch["batch_digest"],
             )
@@ -348,9 +354,10 @@ class FirstOrderMethod:
 
     def _gradients(self, objective: PerExampleLoss) -> Gradients:
         model, args = self.run.model, self.run.args
-        if args.not_private or args.clipping == "averaged":
+        by_group = args.clipping == "averaged" or self.run.units is not None
+        if args.not_private or by_group:
             plain = PlainGradients(model, objective)
-            return GroupMeans(plain) if args.clipping == "averaged" else plain
+            return GroupMeans(plain) if by_group else plain
         if not single_pass(objective):  # passes of one row, each its own group
             by_row = GroupMeans(PlainGradients(model, objective))
             with isolated_randomness(), of_first_row("differentiated"):
@@ -390,10 +397,11 @@ class FirstOrderMethod:
         self.weights.check()
         check_weights(self.run, batch["step"])
         parts: Sequence[Any] = batch["microbatches"]
-        if self.run.args.clipping == "averaged":
+        if self.run.units is not None or self.run.args.clipping == "averaged":
             # Microbatches of one group follow each other, and none has examples of two.
             last = itertools.accumulate(batch["examples"])
-            paired = zip((batch["groups"][end - 1] for end in last), parts, strict=True)
+            size = 1 if self.run.units is None else MOST_ROWS
+            paired = zip((batch["groups"][end - 1] // size for end in last), parts, strict=True)
             by_group = itertools.groupby(paired, key=operator.itemgetter(0))
             parts = [[part for _, part in group] for _, group in by_group]
         row_groups = batch["row_groups"]

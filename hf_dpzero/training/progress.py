@@ -307,7 +307,7 @@ def banner(run: Run, report: PrivacyReport) -> str:
     count = sum(p.numel() for p in trained)
     lines = [
         ("method", f"{mechanism.name}, {args.learning_rate:g} learning rate"),
-        ("examples", f"n = {sampler.num_examples}, expected batch B = "
+        ("examples" if run.units is None else "units", f"n = {sampler.num_examples}, expected batch B = "
                      f"{number(sampler.expected_batch_size)} ({sampler.name}, q = "
                      f"{number(sampler.sampling_probability)})"),
         ("steps", f"{plan.steps}{f', {paid} of them in the ledger' if paid else ''}"),

@@ -15,6 +15,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from hf_dpzero.batches.logical_batch import LogicalBatch, UnreadLoader
+from hf_dpzero.batches.units import Units
 from hf_dpzero.checks import data as data_checks
 from hf_dpzero.checks import overrides
 from hf_dpzero.checks.model import SavedBesides, check_placement
@@ -165,6 +166,7 @@ class DPZeroMixin(PublishingTrainer):
         self.noise = noise or (SecureNoise() if seed is None else InsecureSeededNoise(seed))
         self._method_state: Mapping[str, Any] | None = None
         self._keys: RunKeys | None = None
+        self._units: tuple[Any, str, int, Units] | None = None
         self._diagnostics: dict[str, float] = {}
         self._started_from = ""  # digest of the model; of a resumed run's it is not known
         self._rates = LearningRates()
@@ -190,6 +192,8 @@ class DPZeroMixin(PublishingTrainer):
           ValueError: what cannot be accounted; or a run of this trainer began under another plan.
         """
         rows = data_checks.num_examples(self.train_dataset)
+        if (units := self.units) is not None:
+            rows = len(units)
         dimension, before = num_trainable(self.model, self.args.trainable), self._decided
         given = copied(self.args), rows, dimension, self.rates_are_final
         if before is not None and given == before.given:
@@ -210,6 +214,16 @@ class DPZeroMixin(PublishingTrainer):
         self._decided = Decided(given, args, plan, delta, BudgetMeter(plan, delta), rate)
         return self._decided
 
+    @property
+    def units(self) -> Units | None:
+        """What the sampler draws where `unit_column` says whose rows are one; else None."""
+        column, most, data = self.args.unit_column, self.args.rows_per_unit, self.train_dataset
+        if column is None or data is None:
+            return None
+        if self._units is None or self._units[0] is not data or self._units[1:3] != (column, most):
+            self._units = data, column, most, data_checks.units_of(data, column, most)
+        return self._units[3]
+
     def _new_run(self) -> Run:
         """Returns a run of these arguments, rows and model, of which nothing was checked yet."""
         decided, texts, rows = self.decide(), self._texts, self.eval_dataset
@@ -225,6 +239,7 @@ class DPZeroMixin(PublishingTrainer):
             evaluation=public if looked_at else None,  # type: ignore[arg-type]
             rows_of=self.rows_of,
             collator=self.data_collator,
+            units=self.units,
             noise=self.noise,
             around=self._on_device,
             cut_model=self.shard_,

@@ -4,6 +4,7 @@
     u_k    = direction(public key, t, k),   k = 1..K                  perturb
     x_ik   = (f(theta + lambda u_k; xi_i) - f(theta - lambda u_k; xi_i)) / (2 lambda)      evaluate
            or (f(theta + lambda u_k; xi_i) - f(theta; xi_i)) / lambda, as `differences` says
+    x_j    = mean of the x_i of unit j, where several rows are one                         average
     x_i    = w_i x_i, w_i the weight of example i's group (group-robust training only)     weigh
     total  = sum_{i in S} clip_C(x_i)                                 clip, sum
     value  = (total + noise) / B                                      noise
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dpzero.batches.units import unit_means
 from hf_dpzero.estimators.finite_differences import FiniteDifferences, Microbatch
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.ledger.replay import apply_release, directions_of
@@ -50,6 +52,7 @@ class ZerothOrderStep(PrivateStep):
       space: the trainable parameters.
       differences: finite differences of the losses along directions.
       smoothing_at: step -> lambda of that step; None for one that stays.
+      units: rows are averaged by unit before the clip; `groups` has their codes.
       follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
         clip; then the rate stays with the clip of that step (see `settings.defaults`).
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
@@ -66,6 +69,7 @@ class ZerothOrderStep(PrivateStep):
     space: ParameterSpace
     differences: FiniteDifferences
     smoothing_at: Callable[[int], float] | None = None
+    units: bool = False
     follow_clip: int = 0
     defer: bool = False
 
@@ -87,7 +91,7 @@ class ZerothOrderStep(PrivateStep):
           step: its number t, from 0.
           microbatches: this process' share of the sampled batch; none releases noise alone.
           learning_rate: alpha.
-          groups: averaged clipping: the group of each example, in order.
+          groups: averaged clipping: the group of each example, in order; of units their codes.
           row_groups: group-robust training: the group of each example, in order.
           batch_digest: of `logical_batch.fingerprint`; compared between processes before any release.
 
@@ -107,6 +111,8 @@ class ZerothOrderStep(PrivateStep):
         # Draws of a forward pass may not move the global generators, whose state checkpoints hold.
         with isolated_randomness():
             x, losses = self.differences.with_losses(microbatches, directions, self.mesh)
+        if self.units:
+            x, groups = unit_means(x, groups or ()), None
         if self.weighting is not None:
             x = x * self.weighting.begin(row_groups).unsqueeze(1)
             self.weighting.losses = losses

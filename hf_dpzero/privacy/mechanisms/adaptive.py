@@ -171,11 +171,16 @@ class AdaptiveClipping(NoisedSum):
         moved = self.clip * math.exp(min(max(exponent, least), most))
         return replace(self, clip=min(max(moved, 1 / MAX_CLIP), MAX_CLIP))
 
+    @property
+    def _count_divisor(self) -> float:
+        # (1/2 + m 2^-7) / (1 + m 2^-6) = 1/2
+        return 1 + self.rows_per_unit * COUNT_DISPLACEMENT
+
     def _count_of(self, norms: np.ndarray, finite: np.ndarray) -> int:
-        """Sums (b_i - 1/2) / (1 + 2^-6) over finite examples, in units of 2^-31, each truncated."""
+        """Sums (b_i - 1/2) / (1 + m 2^-6) over finite examples, in units of 2^-31, each truncated."""
         shares = np.minimum(norms[finite], 2 * self.clip) / self.clip
         half = np.clip(2 * (1 - shares), -0.5, 0.5)
-        integers = np.trunc(np.ldexp(half / (1 + COUNT_DISPLACEMENT), GRID_BITS + 1))
+        integers = np.trunc(np.ldexp(half / self._count_divisor, GRID_BITS + 1))
         return int(integers.astype(np.int64).sum())
 
     def _fraction(self, count: int, step: int, noise: NoiseSource) -> float:
@@ -184,7 +189,7 @@ class AdaptiveClipping(NoisedSum):
         if self.private:
             scale = math.ldexp(self.count_multiplier, GRID_BITS)
             (drawn,) = noise.gaussian(scale, 1, step + COUNT_STREAM)
-        noised = math.ldexp(int(count) + drawn, -GRID_BITS - 1) * (1 + COUNT_DISPLACEMENT)
+        noised = math.ldexp(int(count) + drawn, -GRID_BITS - 1) * self._count_divisor
         return float32s([noised / self.expected_batch_size + 0.5])[0]
 
 
@@ -226,6 +231,7 @@ class AdaptiveScalarMechanism(AlongDirections, AdaptiveClipping):
             noise_multiplier=self.sum_multiplier,
             expected_batch_size=self.expected_batch_size,
             num_directions=self.num_directions,
+            rows_per_unit=self.rows_per_unit,
         )
 
     def clip_sum(self, x: Tensor) -> list[int]:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -24,6 +24,9 @@ MAX_CLIP = 2.0**64
 
 DISPLACEMENT = 2.0**-8
 """Another place moves what a row adds by this share of the radius: A2 of `batches.placement`."""
+
+MOST_ROWS = 256
+"""Rows that a unit of several may have in a step; as many displaced rows cost half of the radius."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +98,19 @@ class NoisedSum(MechanismBase):
     Attributes:
       clip: C, the sensitivity of the sum when one example is added or removed.
       noise_multiplier: sigma; 0 releases without noise and is not private.
+      rows_per_unit: m, rows that one example of the plan stands for, at most (`batches.units`).
     """
 
     clip: float
     noise_multiplier: float
+    rows_per_unit: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._as_floats("clip", "noise_multiplier")
+        check_count("rows_per_unit", self.rows_per_unit)
+        if self.rows_per_unit > MOST_ROWS:
+            raise ValueError(f"rows_per_unit={self.rows_per_unit} is above {MOST_ROWS}: lower it.")
         if not (1 / MAX_CLIP <= self.clip <= MAX_CLIP):
             raise ValueError(
                 f"clip={self.clip} must be finite and positive (between 2^-64 and 2^64); "
@@ -122,13 +130,13 @@ class NoisedSum(MechanismBase):
 
     @property
     def radius(self) -> float:
-        """Returns C / (1 + 2^-8), the clip; the rest of C pays for a displaced row.
+        """Returns C / (1 + m 2^-8), the clip; the rest of C pays for m displaced rows.
 
         >>> from hf_dpzero.privacy.mechanisms import DPSGD
         >>> DPSGD(clip=257.0, noise_multiplier=1.0, expected_batch_size=8).radius
         256.0
         """
-        return self.clip / (1 + DISPLACEMENT)
+        return self.clip / (1 + self.rows_per_unit * DISPLACEMENT)
 
     @property
     def noise_scale(self) -> float:
@@ -143,13 +151,20 @@ class NoisedSum(MechanismBase):
     def sensitivity(self, relation: Relation) -> float:
         """Returns the sum's sensitivity (L2; L1 for Laplace noise) under `relation`, in units of `clip`.
 
-        One row more adds at most `radius` and may put one other row in another place, which moves what
-        that one adds by at most 2^-8 radii (`batches.placement`): together C. A replaced row is one
-        less and one more.
+        One example more adds at most `radius` and may put `rows_per_unit` other rows in other places,
+        each of which moves what is added by at most 2^-8 radii (`batches.placement`): together C. A
+        replaced example is one less and one more.
         """
         return self.clip * sensitivity_factor(
             relation, self.sensitivity_add_remove, self.sensitivity_replace
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Described.to_dict`, without `rows_per_unit` where an example is a row."""
+        values = super().to_dict()
+        if self.rows_per_unit == 1:
+            del values["rows_per_unit"]
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
