@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_dpzero.experiments.results import STATUSES, Cell, Record, known
 from hf_dpzero.reporting.model_card import new_figure
-from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
+from hf_dpzero.reporting.wording import EXAMPLE, delta_words, relation_words, round_up
 
 TABLE_FILE = "comparison.md"
 PLOT_FILE = "comparison.png"
@@ -132,12 +132,13 @@ def _caption(record: Record) -> list[str]:
     seeds = ", ".join(str(seed) for seed in record.settings["seeds"])
     private = "No method here is private (ε = ∞)."
     if (relation := record.settings["neighboring_relation"]) is not None:
+        unit = record.settings.get("privacy_unit", EXAMPLE)
         done = [row for row in record.rows if row.private and row.done]
         deltas = {delta_words(row.delta) for row in done if row.delta is not None}
         private = (
             f"Each epsilon is that of one run, at δ = "
             f"{', '.join(sorted(deltas)) or record.settings['delta']} under "
-            f"{relation_words(relation, record.settings['privacy_unit'])}; it does not add up the runs of the table, "
+            f"{relation_words(relation, unit)}; it does not add up the runs of the table, "
             "which on private data would all be paid for. Private runs cannot be repeated bit for bit, "
             "by design: their noise and their batches come from the operating system's entropy, "
             "whatever the seed."

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from several_processes import Stop, in_processes, started
-from tiny_runs import build, tiny_model
+from tiny_runs import build, tiny_data, tiny_model
 from transformers import TrainerCallback
 
 from hf_dpzero import PrivacyReport, Trajectory
@@ -203,7 +203,20 @@ def killed(folder: Path, rank: int) -> None:
     build(folder / "lost", trainer_settings=given, ddp_backend="gloo", **SETTINGS).train()
 
 
+BY_UNIT = {"unit_column": "who", "max_rows_per_unit": 2, "microbatch_size": 1, "max_steps": 4}
+
+
+def by_unit(folder: Path, **more: Any) -> None:
+    """People of one to five rows, zeroth and first order."""
+    data = tiny_data(90).add_column("who", [int(i**0.5 * 4) for i in range(90)])
+    for method in ("dpzero", "dp-sgd"):
+        trainer = build(folder / method, data=data, method=method, **BY_UNIT, **more)
+        trainer.train()
+        trainer.save_model()
+
+
 def in_both(folder: Path, rank: int) -> None:
+    by_unit(folder / "units", ddp_backend="gloo")
     reported(
         folder
     )  # its last run cuts the model, and Accelerate keeps its plugin: so do the others
@@ -293,6 +306,19 @@ def test_two_processes_and_what_is_assumed_of_their_links(of_two: Path, name: st
     assert report.steps == 6 and report.processes == MESHES[name] and links(report) == [caveat]
     card = (build_hub_folder(of_two / name, of_two / f"{name}-hub") / "README.md").read_text()
     assert f"| processes | {MESHES[name]} at the start |" in card and caveat in card
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_units_that_one_would(of_two: Path, tmp_path: Path) -> None:
+    by_unit(tmp_path)
+    for method in ("dpzero", "dp-sgd"):
+        saved = [load_file(f / method / "model.safetensors") for f in (of_two / "units", tmp_path)]
+        for name, value in saved[0].items():
+            torch.testing.assert_close(value, saved[1][name], atol=1e-6, rtol=1e-5)
+    logs = [
+        Trajectory.load(f / "dpzero" / "trajectory.ledger") for f in (of_two / "units", tmp_path)
+    ]
+    assert logs[0].releases == logs[1].releases
 
 
 @pytest.mark.slow
