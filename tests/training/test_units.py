@@ -9,7 +9,6 @@ from tiny_runs import SECRET, build, same, stopping, tiny_data, weights
 
 from hf_dpzero.batches.logical_batch import StepBatches
 from hf_dpzero.batches.units import Units, unit_means
-from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 
 PERSON = {"unit_column": "who"}
@@ -109,7 +108,7 @@ def test_the_report_speaks_of_people(tmp_path):
     assert "adding or removing one who with all its rows:" in report.statement
     assert not any("a row as it was given" in caveat for caveat in report.caveats)
     assert any("under two values of it counts as two units" in c for c in report.caveats)
-    header = Trajectory.load(tmp_path / "trajectory.safetensors").header
+    header = trainer.trajectory.header
     assert header["plan"]["mechanism"]["rows_per_unit"] == 4
     assert header["privacy_unit"] == "who with all its rows"
 
