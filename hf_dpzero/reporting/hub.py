@@ -374,17 +374,14 @@ def write_page(
 ) -> None:
     """Writes `report.html` of the run whose files `folder` holds, from what of them is public.
 
-    Args:
-      folder: of the run; recipe and results are read there.
-      report: agrees with the trajectory.
-      trajectory: of the run.
-      history: the trainer's log; None takes the one that `save_state` left in the folder.
+    `history` is the trainer's log; None takes the one that `save_state` left in the folder.
     """
     page = report_page(
         report,
         trajectory,
         history=_history(folder) if history is None else history,
         results=_read_json(folder / RESULTS_FILE),
+        evaluations=evaluations_in(folder),
         recipe=public_recipe(_read_text(folder / RECIPE_FILE)),
     )
     write_atomically(folder / PAGE_FILE, page)

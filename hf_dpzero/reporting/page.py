@@ -7,12 +7,13 @@ trajectory and the public results hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, together
 from hf_dpzero.reporting.public import public_results
 from hf_dpzero.reporting.wording import delta_words, relation_words, round_up
 
@@ -31,17 +32,12 @@ _DIGESTS = {"base_model_digest": "base model", "frozen_digest": "weights that st
 
 
 class Chart(NamedTuple):
-    """A curve over steps, in pixels."""
+    """A curve over steps, in pixels; ticks have their texts."""
 
     title: str
     points: list[tuple[float, float]]
     ticks_x: list[tuple[float, str]]
     ticks_y: list[tuple[float, str]]
-
-    @property
-    def path(self) -> str:
-        """Of an SVG polyline."""
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
 
 
 def report_page(
@@ -49,7 +45,8 @@ def report_page(
     trajectory: Trajectory,
     *,
     history: Sequence[Mapping[str, Any]] = (),
-    results: Mapping[str, float] | None = None,
+    results: Mapping[str, Any] | None = None,
+    evaluations: Sequence[PrivateEvaluation] = (),
     recipe: str = "",
 ) -> str:
     """The page of a run: claim, epsilon, releases and evaluations over steps, limits, settings, digests.
@@ -59,6 +56,7 @@ def report_page(
       trajectory: of the run.
       history: the trainer's log; of its entries the evaluations are shown.
       results: `eval_*` and `zero_shot_*` numbers at the end.
+      evaluations: of private rows, on record.
       recipe: YAML text of public settings, shown as it is.
 
     Returns:
@@ -67,8 +65,7 @@ def report_page(
     import jinja2
 
     template = jinja2.Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
-    start, end = _at_start_and_end(results or {}, history)
-    names = dict.fromkeys((*end, *start))
+    curves = _evaluated(history, results or {}, report)
     return template.render(
         report=report,
         epsilon=round_up(report.epsilon) if report.private else None,
@@ -76,8 +73,10 @@ def report_page(
         neighbours=relation_words(report.neighboring_relation, report.privacy_unit),
         budget=_budget(report, trajectory) if report.private else None,
         released=_released(trajectory),
-        evaluations=list(_evaluations(history, start, report.steps)),
-        results=[(name, _short(start.get(name)), _short(end.get(name))) for name in names],
+        metrics=curves,
+        charts=[_chart(f"evaluation: {name}", c) for name, c in curves.items() if len(c) > 1],
+        evaluations=evaluations,
+        together=together(report, evaluations) if evaluations else "",
         digests=[
             ("these weights", report.weights_digest),
             ("trajectory", trajectory.digest()),
@@ -94,7 +93,7 @@ def _budget(report: PrivacyReport, trajectory: Trajectory) -> Chart:
     steps = [-(-plan.steps * twentieths // 20) for twentieths in BUDGET_AT]
     taken = dict.fromkeys([*(step for step in steps if step < report.steps), report.steps])
     curve = [(step, plan.epsilon(delta, at=step)) for step in taken]
-    return _chart("epsilon after so many steps", curve, 0.0)
+    return _chart("epsilon after so many steps", curve, 0.0, shown=round_up)
 
 
 def _released(trajectory: Trajectory) -> Chart | None:
@@ -113,28 +112,18 @@ def _released(trajectory: Trajectory) -> Chart | None:
     return _chart(f"root mean square of a step's {count} released numbers{of}", means)
 
 
-def _evaluations(
-    history: Sequence[Mapping[str, Any]], start: Mapping[str, float], steps: int
-) -> Iterator[Chart]:
-    """A chart of each metric that was evaluated at several steps, with the start at step 0."""
+def _evaluated(
+    history: Sequence[Mapping[str, Any]], results: Mapping[str, Any], report: PrivacyReport
+) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each metric in the order of steps; step 0 is the untrained model."""
+    last = report.steps if report.shipped_step is None else report.shipped_step
+    found = [(0, _metrics(results, "zero_shot_"))]
+    found += [(entry.get("step", -1), _metrics(entry, "eval_")) for entry in history]
     curves: dict[str, dict[int, float]] = {}
-    for entry in history:
-        for name, value in _metrics(entry, "eval_").items():
-            if 0 <= (step := int(entry.get("step", -1))) <= steps:
-                curves.setdefault(name, {})[step] = value
-    for name, values in curves.items():
-        curve = {**({0: start[name]} if name in start else {}), **values}
-        if len(curve) > 1:
-            yield _chart(f"evaluation: {name}", sorted(curve.items()))
-
-
-def _at_start_and_end(
-    results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, float], dict[str, float]]:
-    logged = [(entry.get("step"), _metrics(entry, "eval_")) for entry in history]
-    first = next((found for step, found in logged if step == 0), {})
-    last = next((found for _, found in reversed(logged) if found), first)
-    return _metrics(results, "zero_shot_") or first, _metrics(results, "eval_") or last
+    for step, metrics in [*found, (last, _metrics(results, "eval_"))]:
+        for name, value in metrics.items() if 0 <= step <= report.steps else ():
+            curves.setdefault(name, {})[step] = value
+    return {name: sorted(curve.items()) for name, curve in curves.items()}
 
 
 def _metrics(entry: Mapping[str, Any], prefix: str) -> dict[str, float]:
@@ -146,7 +135,12 @@ def _metrics(entry: Mapping[str, Any], prefix: str) -> dict[str, float]:
     }
 
 
-def _chart(title: str, curve: Sequence[tuple[int, float]], *bounds: float) -> Chart:
+def _chart(
+    title: str,
+    curve: Sequence[tuple[int, float]],
+    *bounds: float,
+    shown: Callable[[float], str] = "{:.4g}".format,
+) -> Chart:
     """Scales a curve into the frame; `bounds` are values that the axis holds at least."""
     values = [*(value for _, value in curve), *bounds]
     low, high, last = min(values), max(values), max(curve[-1][0], 1)
@@ -159,14 +153,9 @@ def _chart(title: str, curve: Sequence[tuple[int, float]], *bounds: float) -> Ch
     def y(value: float) -> float:
         return _BOTTOM - (_BOTTOM - _TOP) * (value - low) / (high - low)
 
-    marks = dict.fromkeys((0, last // 2, last))
     return Chart(
         title,
         [(x(step), y(value)) for step, value in curve],
-        [(x(step), str(step)) for step in marks],
-        [(y(value), f"{value:.4g}") for value in (low, (low + high) / 2, high)],
+        [(x(step), str(step)) for step in dict.fromkeys((0, last // 2, last))],
+        [(y(value), shown(value)) for value in (low, (low + high) / 2, high)],
     )
-
-
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -23,7 +23,6 @@ from hf_dpzero.ledger.log_file import LedgerError, write_for_owner
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
 from hf_dpzero.parallel import collectives
 from hf_dpzero.reporting.weights import weight_files
-from hf_dpzero.run import Run
 from hf_dpzero.run_folder.checkpoints import UNFINISHED
 from hf_dpzero.run_folder.earlier import is_saved
 from hf_dpzero.run_folder.keys import FILE, FOLDER
@@ -35,23 +34,17 @@ NOTE = "caches.json"
 _CONVERTED = {"arrow", "csv", "generator", "json", "parquet", "text"}
 """Folders of `datasets`' cache for rows that lie in files elsewhere, or that a script makes."""
 
+_CHECKPOINT = f"{PREFIX_CHECKPOINT_DIR}-"
 _LOGS = ("runs", "logs", "train_results.json", "all_results.json")
 
 
 class Left(NamedTuple):
-    """What a run left of one kind.
-
-    Attributes:
-      kind: in a word or two.
-      holds: what its reader would learn.
-      paths: files and folders; none where nothing was left.
-      goes: whether `remove` takes it.
-    """
+    """What a run left of one kind, for a terminal; `str` reads the disk."""
 
     kind: str
     holds: str
     paths: list[Path]
-    goes: bool = True
+    goes: bool = True  # `remove` takes it
 
     def __str__(self) -> str:
         files = [file for path in self.paths for file in _files(path)]
@@ -62,23 +55,16 @@ class Left(NamedTuple):
         return f"  {self.kind} ({self.holds}): {len(files)} files, {size:.1f} MB, {who}{named}"
 
 
-def note_caches(run: Run) -> None:
-    """Notes, on rank 0, the folders in which `datasets` keeps a run's training rows."""
-    rows = run.dataset
+def note_caches(output_dir: Path, rows: object) -> None:
+    """Notes, on rank 0, in which folders `datasets` keeps private rows, and says so."""
     while isinstance(rows, Subset):
-        rows = rows.dataset  # type: ignore[assignment]
+        rows = rows.dataset
     files = [Path(file["filename"]) for file in getattr(rows, "cache_files", ())]
-    found = {str(file.resolve().parent) for file in files}
-    if found and collectives.is_main():
-        known = {*_noted(run.output_dir), *found}
-        write_for_owner(run.output_dir / FOLDER / NOTE, json.dumps(sorted(known)))
-
-
-def warn_of_caches(output_dir: Path) -> None:
-    """Says at a run's end, on rank 0, that copies of its rows lie outside its folder."""
-    if _noted(output_dir) and collectives.is_main():
-        logger.warning(
-            f"datasets keeps copies of the training rows outside {output_dir}: `hf-dpzero clean "
+    if files and collectives.is_main():
+        known = {*_noted(output_dir), *(str(file.resolve().parent) for file in files)}
+        write_for_owner(output_dir / FOLDER / NOTE, json.dumps(sorted(known)))
+        logger.warning_once(
+            f"datasets keeps copies of the private rows outside {output_dir}: `hf-dpzero clean "
             f"{output_dir}` lists them, and removes them with --yes."
         )
 
@@ -86,16 +72,18 @@ def warn_of_caches(output_dir: Path) -> None:
 def left_on_disk(output_dir: Path) -> list[Left]:
     """Lists what the run in a folder left there and in the cache of `datasets`, by kind."""
     caches = [path for folder in _noted(output_dir) for path in _caches(Path(folder))]
-    checkpoints = sorted(output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-    unfinished = [path for path in [output_dir / UNFINISHED] if path.is_dir()]
-    logs = [path for name in _LOGS if (path := output_dir / name).exists()]
-    arguments = [path for path in [output_dir / TRAINING_ARGS_NAME] if path.exists()]
+
+    def there(*patterns: str) -> list[Path]:
+        return sorted(path for pattern in patterns for path in output_dir.glob(pattern))
+
     found = [
-        Left("caches of training rows", "PRIVATE ROWS", caches),
-        Left("keys", "SECRETS, for resuming", sorted((output_dir / FOLDER).glob(f"*{FILE}*"))),
-        Left("checkpoints", "weights, states, arguments", [*checkpoints, *unfinished]),
-        Left("arguments", "SECRET where hub_token was given", arguments, goes=False),
-        Left("logs", "times of steps, which tell of batches", logs, goes=False),
+        Left("caches", "PRIVATE ROWS", caches),
+        Left("keys", "SECRETS, for resuming", there(f"{FOLDER}/*{FILE}*")),
+        Left("checkpoints", "of steps before the end", there(f"{_CHECKPOINT}*", UNFINISHED)),
+        Left(
+            "arguments", "SECRET where hub_token was given", there(TRAINING_ARGS_NAME), goes=False
+        ),
+        Left("logs", "times of steps, which tell of batches", there(*_LOGS), goes=False),
     ]
     return [left for left in found if left.paths]
 
@@ -147,7 +135,7 @@ def remove(output_dir: Path, *, dry_run: bool, unfinished: bool = False) -> list
 def _remove(path: Path, aside: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif path.name.startswith(PREFIX_CHECKPOINT_DIR):
+    elif path.name.startswith(_CHECKPOINT):
         # Renamed first: a crash leaves no half checkpoint, over which the folder would be refused.
         aside.mkdir(exist_ok=True)
         path.rename(aside / path.name)

@@ -22,6 +22,7 @@ from hf_dpzero.reporting.private_evaluations import (
     append_evaluation,
     evaluations_in,
 )
+from hf_dpzero.run_folder.left_on_disk import note_caches
 
 if TYPE_CHECKING:
     from hf_dpzero.training.publishing import PublishingTrainer
@@ -76,6 +77,7 @@ def evaluate_privately(
     mechanism = PrivateCount(epsilon)  # of units with several rows: their number is its sensitivity
     made = _checked(self, dataset, trained_on)
     earlier = evaluations_in(self.output_dir)  # refuses a damaged record before minutes of passes
+    note_caches(self.output_dir, made)
     run, right = self._run, 0
     if run is not None and run.begun:
         run.method.settle_()

@@ -456,9 +456,9 @@ class PublishingTrainer(Trainer):
             run.ledger.to_safetensors(folder / SHIPPING_NAME)
             report = bound_to(report_of(run), folder)
             report.save(folder / REPORT_FILE)
+            copy_initial_values(self.output_dir, folder)
             if folder.parent.name != checkpoints.UNFINISHED:
                 hub.write_page(folder, report, run.ledger, self.state.log_history)
-            copy_initial_values(self.output_dir, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes the privacy card as README.md in output_dir, once `save_model` wrote a report there."""

@@ -45,7 +45,7 @@ from hf_dpzero.run_folder.folder import (
     start_or_resume,
 )
 from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
-from hf_dpzero.run_folder.left_on_disk import note_caches, warn_of_caches
+from hf_dpzero.run_folder.left_on_disk import note_caches
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import CLASSIC, copied, decide_rate, resolve
 from hf_dpzero.settings.row_groups import row_groups
@@ -344,7 +344,6 @@ class DPZeroMixin(PublishingTrainer):
             finally:
                 self._close(run)
         check_weights(run)
-        warn_of_caches(run.output_dir)
         return progress.public_output(output, self.privacy_report())
 
     def _open(self, run: Run, checkpoint: str | None, resumes: bool) -> None:
@@ -356,7 +355,7 @@ class DPZeroMixin(PublishingTrainer):
         run.ledger, self._method_state, self._started_from = opened
         self.optimizer, (given, self.lr_scheduler) = None, self._given  # for this ledger
         self._keys = open_keys(run)
-        note_caches(run)
+        note_caches(run.output_dir, run.dataset)
         run.step_noise = noise_of_steps(run.plan, run.noise, self._keys)
         if resumes and run.opened.next_step == run.plan.steps:
             run.resources.enter_context(progress.finished(run))

@@ -18,8 +18,13 @@ from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
-from hf_dpzero.reporting.hub import write_model_card
+from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
 from hf_dpzero.reporting.page import PAGE_FILE, report_page
+from hf_dpzero.reporting.private_evaluations import (
+    PrivateEvaluation,
+    append_evaluation,
+    together,
+)
 from hf_dpzero.reporting.wording import round_up
 
 STEPS = 20
@@ -118,6 +123,26 @@ def test_curves_hold_the_accountants_epsilons_and_the_start(tmp_path: Path) -> N
     assert len(released) == STEPS
     # 0.5 at the start, 0.625 and 0.75 after 10 and 20 steps
     assert accuracy == [(70.0, 170.0), (360.0, 90.0), (650.0, 10.0)]
+
+
+def test_evaluations_of_private_rows_are_on_the_page(tmp_path: Path) -> None:
+    plan = plan_of()
+    folder = leave_run(tmp_path / "run", plan)
+    assert "Evaluation on private rows" not in page_of(folder).text
+    made = PrivateEvaluation(
+        **{"rows": EVIL, "num_rows": 100, "metric": "accuracy", "step": STEPS, "epsilon": 0.5},
+        **{
+            "sensitivity": 1,
+            "noise_source": "os_entropy_exact",
+            "trained_on": False,
+            "released": 61,
+        },
+    )
+    append_evaluation(folder, made)
+    shipped = build_hub_folder(folder, tmp_path / "hub")
+    write_model_card(folder)
+    for page in (page_of(folder), page_of(shipped)):
+        assert str(made) in page.text and together(report_of(plan), [made]) in page.text
 
 
 def test_one_step_is_a_point() -> None:

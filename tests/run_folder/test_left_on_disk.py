@@ -45,7 +45,7 @@ def test_a_run_on_rows_of_a_file_is_cleaned(
     trainer = build(out, data=read_rows(tmp_path), **SAVES)
     trainer.train()
     trainer.save_model()
-    assert kinds(out) == {"caches of training rows", "checkpoints", "arguments"}
+    assert kinds(out) == {"caches", "checkpoints", "arguments"}
     copies = list(cache.rglob("*.arrow"))
     assert len(copies) == 2  # the file's rows as Arrow, and what `map` made of them
     before = {path: path.read_bytes() for path in out.iterdir() if path.is_file()}
@@ -98,7 +98,7 @@ def test_only_its_owner_reads_what_is_secret(tmp_path: Path, cache: Path) -> Non
     assert len(secret) >= 4  # arguments lie in checkpoints too
     assert {stat.S_IMODE(path.stat().st_mode) for path in secret} == {0o600}
     left = {entry.kind: str(entry) for entry in left_on_disk.left_on_disk(tmp_path)}
-    assert "owner alone" in left["keys"] and "lets others read" in left["caches of training rows"]
+    assert "owner alone" in left["keys"] and "lets others read" in left["caches"]
 
 
 def test_a_run_that_can_resume_is_left_alone_unless_told(
