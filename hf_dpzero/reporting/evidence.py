@@ -19,6 +19,7 @@ from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.reporting.hub import CARD_FILE
+from hf_dpzero.reporting.page import PAGE_FILE, report_page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
 from hf_dpzero.reporting.wording import counted_steps, number, round_up
@@ -34,7 +35,8 @@ UNCHECKED = (
     "add to epsilon",
     "that one row is what has to be protected (a person may have several), that evaluation rows are "
     "public, and that the base model never saw the private rows",
-    "the scores on the card, which need the evaluation rows",
+    "the scores on the card, which need the evaluation rows; and the files that no digest covers "
+    "(tokenizer, configuration, the curves of report.html)",
 )
 """What no check of a folder can see; the page ends with it."""
 
@@ -80,7 +82,7 @@ def findings(
         *found,
         finding("epsilon", epsilon_holds, *run),
         finding("noise", noise_holds, *run),
-        finding("card", card_holds, folder, run[0]),
+        finding("card", card_holds, folder, *run),
         finding("weights", weights_hold, *run),
     ]
 
@@ -145,7 +147,8 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
 
     plan = PrivacyPlan.from_dict(trajectory.header["plan"])
     mechanism: Any = plan.mechanism
-    if not report.private or not mechanism.replayable or mechanism.distribution != "gaussian":
+    numbers = mechanism.replayable and mechanism.distribution == "gaussian"
+    if not report.private or not trajectory.releases or not numbers:
         raise NotChecked("the log has no numbers with Gaussian noise")
     if trajectory.header.get("federated") or plan.correlation is not None:
         raise NotChecked(
@@ -157,20 +160,24 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
         own: Any = schedule.after(releases[:step])
         scale = own.noise_scale / own.divisor
         squares += math.fsum((v / scale) ** 2 for v in release.values[: trajectory.num_directions])
-    least = float(chdtri(count, 1 - CHANCE)) if count else 0.0
-    sizes = (
-        f"their squares over its variance add up to {squares:.4g}, and noise alone to {least:.4g}"
-    )
-    if squares < least:
+    share = math.sqrt(squares / float(chdtri(count, 1 - CHANCE)))
+    if share < 1:
         raise ValueError(
-            f"the {count} released values are too small for the noise that the plan states: {sizes} or "
-            f"more but for a chance of {CHANCE:g}. The plan in the log is not the one that ran."
+            f"the {count} released values are too small for the noise that the plan states: {share:.3g} "
+            f"times of it, at most, is in them, but for a chance of {CHANCE:g}. The plan in the log is "
+            "not the one that ran."
         )
-    return f"the {count} released values are large enough for noise of the stated scale: {sizes}"
+    return (
+        f"the {count} released values are large enough for the stated noise, and would not be for "
+        f"{share:.3g} times of it"
+    )
 
 
-def card_holds(folder: Path, report: PrivacyReport) -> str:
-    """Compares the card's statement, table, limitations and tag with the report; the rest is free."""
+def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> str:
+    """Compares the card's statement, table, limitations and tag with the report; the rest is free.
+
+    Of `report.html`, where it is there, the claim at its top.
+    """
     from huggingface_hub import ModelCard
 
     from hf_dpzero.reporting.model_card import model_card
@@ -185,6 +192,11 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
                 f"{CARD_FILE} {words} {min(other)!r}, other than {REPORT_FILE}: it was edited, or is of "
                 "another run. `hf_dpzero.reporting.hub.write_model_card` writes it from the report."
             )
+    html = folder / PAGE_FILE
+    if html.is_file() and _top(html.read_text("utf-8")) != _top(report_page(report, trajectory)):
+        raise ValueError(
+            f"{PAGE_FILE} claims at its top what {REPORT_FILE} does not: it was edited."
+        )
     if not report.private and "differential-privacy" in (card.data.to_dict().get("tags") or ()):
         raise ValueError(
             f"{CARD_FILE} is tagged differential-privacy; the report says NOT PRIVATE."
@@ -205,6 +217,10 @@ def _claims(card: str) -> set[str]:
     return claims
 
 
+def _top(html: str) -> str:
+    return html.partition("<h1>")[2].partition("<h2>")[0]
+
+
 def page(name: str, found: Sequence[Finding]) -> str:
     """The findings as one page of text."""
     marks = {True: "verified", False: "REFUSED", None: "not checked"}
@@ -213,7 +229,7 @@ def page(name: str, found: Sequence[Finding]) -> str:
         verdict = "NOT VERIFIED: what is refused above does not hold, or could not be seen to."
     paragraphs = [
         *((f"{marks[f.holds]:<12} {f.claim:<8} ", f.text) for f in found),
-        ("", f"{name}: {verdict} No check of a folder can show"),
+        ("", f"{name}: {verdict} No check of a folder can show:"),
         *(("  - ", text) for text in UNCHECKED),
     ]
     return "\n".join(

@@ -114,10 +114,10 @@ def more_noise_than_was(folder: Path) -> None:
     write_model_card(folder)
 
 
-def card_line(folder: Path, old: str, new: str) -> None:
-    text = (folder / CARD).read_text()
+def line_of(folder: Path, old: str, new: str, name: str = CARD) -> None:
+    text = (folder / name).read_text()
     assert old in text
-    (folder / CARD).write_text(text.replace(old, new, 1))
+    (folder / name).write_text(text.replace(old, new, 1))
 
 
 CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
@@ -131,10 +131,11 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "damaged log": (a_byte_of_the_log, "log", "checksum"),
     "a release": (a_release, "weights", "not what the trajectory gives"),
     "more noise": (more_noise_than_was, "noise", "The plan in the log is not the one that ran"),
-    "card": (lambda f: card_line(f, "(spent) | ", "(spent) | 0."), "card", "does not say '| epsilon"),
-    "card's row": (lambda f: card_line(f, "| delta |", "|delta|0|\n| delta |"), "card", "'|delta|0|'"),
-    "card's limits": (lambda f: card_line(f, "- The loss, class", "- Class"), "card", "The loss, class"),
-    "card's header": (lambda f: card_line(f, "tags:", "tags: :"), "card", ""),
+    "card": (lambda f: line_of(f, "(spent) | ", "(spent) | 0."), "card", "does not say '| epsilon"),
+    "card's row": (lambda f: line_of(f, "| delta |", "|delta|0|\n| delta |"), "card", "'|delta|0|'"),
+    "card's limits": (lambda f: line_of(f, "- The loss, class", "- Class"), "card", "The loss, class"),
+    "page": (lambda f: line_of(f, "<td>1.", "<td>0.", "report.html"), "card", "report.html claims"),
+    "card's header": (lambda f: line_of(f, "tags:", "tags: :"), "card", ""),
 }  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def test_a_run_that_is_not_private_may_not_be_tagged(published, base, tmp_path, 
     write_model_card(folder)
     status, found = verified(capsys, folder, "--base", base)
     assert status == 0 and (found["epsilon"][0], found["card"][0]) == (None, True)
-    card_line(folder, "tags:", "tags:\n- differential-privacy")
+    line_of(folder, "tags:", "tags:\n- differential-privacy")
     assert "tagged" in verified(capsys, folder, "--base", base)[1]["card"][1]
 
 
