@@ -62,10 +62,13 @@ class PrivateRows:
     Args:
       dataset: the training set, or other private rows, or None.
       refusal: what is said of evaluation data that holds some of them.
+      named: what they are called where a few are tolerated.
     """
 
-    def __init__(self, dataset: object, refusal: str = _REFUSAL) -> None:
-        self.dataset, self.refusal = _by_number(dataset), refusal
+    def __init__(
+        self, dataset: object, refusal: str = _REFUSAL, named: str = "train_dataset"
+    ) -> None:
+        self.dataset, self.refusal, self.named = _by_number(dataset), refusal, named
         self._digests: dict[Columns, np.ndarray] = {}
         # objects are kept, not their ids: a later one could have the same
         self._passed: deque[tuple[object, int | None]] = deque(maxlen=16)
@@ -106,7 +109,7 @@ class PrivateRows:
             share = self._share(rows, self.dataset)
         if share > 0:
             logger.warning_once(  # of one data set: texts are compared, and then their tokens
-                f"some of the {len(rows)} rows of the evaluation data also occur in train_dataset. That "
+                f"some of the {len(rows)} rows of the evaluation data also occur in {self.named}. That "
                 "is sound where both come from public text that repeats itself; if they are private, "
                 "remove them."
             )

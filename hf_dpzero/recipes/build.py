@@ -129,13 +129,13 @@ def refuse_training_texts(
       ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
     from hf_dpzero.checks.evaluation_rows import PrivateRows
-    from hf_dpzero.training.private_evaluation import PUBLIC, TRAINED_ON
+    from hf_dpzero.training.private_evaluation import PUBLIC, ROWS, TRAINED_ON
 
     # The trainer compares tokens or features, which say less: two texts may be cut to the same tokens,
     # and features of one text differ in the last bit.
     train, private = train or task.splits["train"], task.splits.get("private")
     PrivateRows(train).refuse(task.splits["validation"])
-    PrivateRows(private, PUBLIC).refuse(task.splits["validation"])
+    PrivateRows(private, PUBLIC, ROWS).refuse(task.splits["validation"])
     if not trained_on:
         PrivateRows(train, TRAINED_ON).refuse(private)
 

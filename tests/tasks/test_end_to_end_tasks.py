@@ -261,6 +261,16 @@ def test_answers_are_scored_against_their_own_question(
     found = evaluate(recipe, "--zero_shot")
     assert (found["eval_exact_match"], found["eval_f1"]) == (0.5, 0.5)
 
+    # The same counted privately; at epsilon = 50 the noise is 0 but for 1e-21.
+    *private, public = (DATA / name / "validation.jsonl").read_text().splitlines(keepends=True)
+    files = {"validation": tmp_path / "public.jsonl", "private": tmp_path / "private.jsonl"}
+    files["validation"].write_text(public)
+    files["private"].write_text("".join(private))
+    words = [word for split, file in files.items() for word in (f"--{split}_file", file)]
+    made = evaluate(recipe, *words, "--epsilon", 50, "--output_dir", tmp_path / "record")
+    assert (made["metric"], made["num_rows"]) == ("exact_match", len(private))
+    assert made["released"] == len(private[::2]) > 0
+
 
 @pytest.mark.parametrize("kind", ["masked_lm", "causal_lm"])
 def test_demonstrations_are_said_to_be_not_private(kind, models, tmp_path, evaluate):
