@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 
+from hf_dpzero.checks.data import check_draws
 from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.checks.model import check_kernels_are_fixed, check_layers, check_widths
 from hf_dpzero.estimators.random_state import isolated_randomness
@@ -125,6 +126,11 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
             "evaluate_privately scores one row at a time by compute_metrics: let it return accuracy or "
             "exact_match of the rows it is given, without batch_eval_metrics."
         )
+    if trainer.args.unit_column is not None:  # its sensitivity: the rows of a unit that count
+        raise ValueError(
+            f"unit_column={trainer.args.unit_column!r} protects a unit, and evaluate_privately one "
+            "row: give a file with one row of each unit, and leave unit_column out there."
+        )
     made = dataset if trainer._texts is None else trainer._texts.evaluated(dataset, private=True)
     if isinstance(made, Mapping | IterableDataset) or not getattr(made, "__len__", int)():
         raise ValueError(
@@ -138,6 +144,7 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
     check_layers(trainer.model)
     check_widths(trainer.model)
     check_kernels_are_fixed(trainer.args.device.type)
+    check_draws(trainer.data_collator, made)
     return made
 
 

@@ -163,13 +163,14 @@ def test_rows_of_the_other_kind_are_refused(tmp_path):
         ({}, {"dataset": rows().select([])}, "at least one row"),
         ({}, {"dataset": {"a": rows()}}, "give one data set"),
         ({}, {"dataset": rows().to_iterable_dataset()}, "give one data set"),
-        ({"args.batch_eval_metrics": True}, {}, "one row at a time"),
+        ({"batch_eval_metrics": True}, {}, "one row at a time"),
+        ({"unit_column": "person"}, {}, "one row of each unit"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(tmp_path, settings, given, words):
     trainer = evaluator(tmp_path)
     for name, value in settings.items():
-        setattr(trainer.args, name.removeprefix("args."), value)
+        setattr(trainer.args, name, value)
     with pytest.raises(ValueError, match=words):
         trainer.evaluate_privately(**{"dataset": rows(), "epsilon": 0.5, **given})
     assert not (tmp_path / EVALUATIONS_FILE).exists()
