@@ -26,7 +26,7 @@ from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.reporting.verification import bound_to, check_weights
 from hf_dpzero.reporting.weights import read_weights, weight_files
 from hf_dpzero.run_folder.initial_values import load_initial_model
-from hf_dpzero.run_folder.left_on_disk import remove
+from hf_dpzero.run_folder.left_on_disk import left_on_disk, remove
 from hf_dpzero.shipped import shipped_file
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def run_clean(arguments: Clean) -> None:
         remove(folder, dry_run=False, unfinished=arguments.unfinished)
     if going:
         print("removed" if arguments.yes else "nothing was removed: --yes removes what is listed")
+    if staying := [left for left in left_on_disk(folder) if not left.goes]:
+        print("what stays:", *staying, sep="\n")
 
 
 def run_replay(arguments: Replay) -> None:

@@ -71,13 +71,16 @@ def note_caches(output_dir: Path, rows: object) -> None:
 
 def left_on_disk(output_dir: Path) -> list[Left]:
     """Lists what the run in a folder left there and in the cache of `datasets`, by kind."""
-    caches = [path for folder in _noted(output_dir) for path in _caches(Path(folder))]
+    folders = list(map(Path, _noted(output_dir)))
+    caches = [path for folder in folders for path in _caches(folder)]
+    kept = {path for folder in {*folders} - {*caches} for path in folder.glob("*.arrow")}
 
     def there(*patterns: str) -> list[Path]:
         return sorted(path for pattern in patterns for path in output_dir.glob(pattern))
 
     found = [
         Left("caches", "PRIVATE ROWS", caches),
+        Left("rows", "PRIVATE ROWS, not a run's to remove", sorted(kept - {*caches}), goes=False),
         Left("keys", "SECRETS, for resuming", there(f"{FOLDER}/*{FILE}*")),
         Left("checkpoints", "of steps before the end", there(f"{_CHECKPOINT}*", UNFINISHED)),
         Left(
@@ -96,15 +99,9 @@ def said(output_dir: Path) -> str:
 
 
 def remove(output_dir: Path, *, dry_run: bool, unfinished: bool = False) -> list[Left]:
-    """Removes caches of training rows, checkpoints and keys; ledger, report and weights stay.
+    """Removes caches of private rows, checkpoints and keys; ledger, report and weights stay.
 
-    Args:
-      output_dir: of a run that is not being trained.
-      dry_run: only list.
-      unfinished: give up a run that has not saved its model.
-
-    Returns:
-      What goes.
+    `unfinished` gives up a run that has not saved its model. Returns what goes.
 
     Raises:
       FileNotFoundError: no run's folder.
@@ -128,7 +125,6 @@ def remove(output_dir: Path, *, dry_run: bool, unfinished: bool = False) -> list
             for place in (place for left in going for place in left.paths):
                 _remove(place, output_dir / UNFINISHED)
             shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)
-            (output_dir / FOLDER / NOTE).unlink(missing_ok=True)
     return going
 
 

@@ -72,7 +72,9 @@ def test_a_run_on_rows_of_a_file_is_cleaned(
     assert "nothing to remove" in capsys.readouterr().out
 
 
-def test_rows_that_a_user_saved_stay(tmp_path: Path, cache: Path) -> None:
+def test_rows_that_a_user_saved_stay(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Beside them lies what `map` made of them, which goes; no folder outside the cache does."""
     saved, out = tmp_path / "csv" / "mine", tmp_path / "out"
     tiny_data().save_to_disk(str(saved))
@@ -83,6 +85,7 @@ def test_rows_that_a_user_saved_stay(tmp_path: Path, cache: Path) -> None:
     trainer.train()
     trainer.save_model()
     assert main.main(["clean", str(out), "--yes"]) == 0
+    assert "not a run's to remove" in capsys.readouterr().out and "rows" in kinds(out)
     assert not made[0].exists() and len(datasets.load_from_disk(str(saved))) == 120
 
 
