@@ -94,6 +94,11 @@ class Plan(Options):
         "`hf-dpzero evaluate`",
         metavar="R",
     )
+    rows_of_one: list[str] | None = _option(
+        "a list, such as 2,10: also epsilon for so many rows of one person, each a unit of its own",
+        nargs="+",
+        metavar="M",
+    )
     json: bool = _option("print JSON instead of a table", False)
 
 

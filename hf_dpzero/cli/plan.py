@@ -8,9 +8,10 @@ import dataclasses
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.cli.many_runs import items_of
 from hf_dpzero.cli.options import Plan
 from hf_dpzero.privacy.correlated.correlation import step_deviation
 from hf_dpzero.privacy.mechanisms import RELATIONS
@@ -33,6 +34,7 @@ def run_plan(arguments: Plan) -> None:
 
     given, path = parse_overrides(arguments.overrides), arguments.recipe
     sections: Mapping[str, Section] = {}
+    together = items_of("rows_of_one", arguments.rows_of_one, int) or ()
     with (
         Console(stderr=True).status("planning: noise, epsilon, memory"),  # on terminals only
         tempfile.TemporaryDirectory() as scratch,
@@ -41,7 +43,7 @@ def run_plan(arguments: Plan) -> None:
             given |= _proposed(arguments, {**given, "output_dir": scratch})
         if path is not None:
             recipe = load_recipe(path, {**given, "output_dir": scratch})
-            privacy, sections = _of_recipe(recipe, arguments.num_examples)
+            privacy, sections = _of_recipe(recipe, arguments.num_examples, together)
         else:
             if arguments.num_examples is None:
                 raise ValueError(
@@ -55,7 +57,7 @@ def run_plan(arguments: Plan) -> None:
             clip = {"clip": 1.0} if arguments.propose is None else {}
             settings = {**clip, **given, "output_dir": scratch, "model_name_or_path": "any"}
             config = build_recipe([], {"use_cpu": True, **settings}, COMMAND_LINE).training
-            privacy = _of_settings(config, config.plan(arguments.num_examples))
+            privacy = _of_settings(config, config.plan(arguments.num_examples), together)
             if clip and "clip" not in given:  # then noise has no unit, and no rate is chosen for it
                 privacy = {k: v for k, v in privacy.items() if k not in ("chosen", "learning_rate")}
     if arguments.json:
@@ -64,6 +66,8 @@ def run_plan(arguments: Plan) -> None:
     shown = dict(privacy)
     for relation, epsilon in shown.pop("epsilon_by_relation", {}).items():
         shown[f"epsilon under {relation}"] = epsilon  # of the same noise
+    for rows, epsilon in shown.pop("epsilon_of_rows", {}).items():
+        shown[f"epsilon of {rows} rows of one person"] = epsilon
     table = Table(title="privacy plan", show_header=False)
     for name, value in shown.items():
         if value is not None:
@@ -116,8 +120,10 @@ def _proposed(arguments: Plan, given: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in words}
 
 
-def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
+def _of_settings(config: DPZeroConfig, plan: PrivacyPlan, together: Sequence[int] = ()) -> Section:
     """Returns `_facts` of a plan, and what is chosen for it; without privacy epsilon is infinite.
+
+    With `epsilon_of_rows` of one person for each number in `together`.
 
     The first rate stands there if it is `chosen`.
     """
@@ -128,10 +134,21 @@ def _of_settings(config: DPZeroConfig, plan: PrivacyPlan) -> Section:
     facts = _facts(plan, config.delta(plan.sampler.num_examples), config.target_epsilon)
     if "learning_rate" in config.chosen and plan.private:
         facts["learning_rate"] = learning_rate(plan, config.lr_scheduler_type)
+    if together:
+        if config.unit_column is not None or min(together) < 1:
+            raise ValueError(
+                f"--rows_of_one {' '.join(map(str, together))} with unit_column={config.unit_column!r}: "
+                "give numbers of at least 1, and only where each row is a unit (with unit_column "
+                "epsilon holds for all rows of a unit)."
+            )
+        delta = config.delta(plan.sampler.num_examples)
+        facts["epsilon_of_rows"] = {m: plan.epsilon_of_group(delta, m) for m in together}
     return facts | ({"chosen": sorted(config.chosen)} if config.chosen else {})
 
 
-def _of_recipe(recipe: Recipe, num_examples: int | None) -> tuple[Section, Mapping[str, Section]]:
+def _of_recipe(
+    recipe: Recipe, num_examples: int | None, together: Sequence[int]
+) -> tuple[Section, Mapping[str, Section]]:
     """Returns `_facts` of a recipe's plan, with the method and where n comes from; and its memory.
 
     Without n there is no plan, and `missing` says what to give.
@@ -141,7 +158,7 @@ def _of_recipe(recipe: Recipe, num_examples: int | None) -> tuple[Section, Mappi
     known, args = overview(recipe, num_examples), recipe.training
     facts: Section = {"method": args.method, "num_examples_from": known.rows.source}
     if known.plan is not None:
-        return facts | _of_settings(args, known.plan), known.sections
+        return facts | _of_settings(args, known.plan, together), known.sections
     facts |= {"num_examples": None, "expected_batch_size": args.expected_batch_size}
     facts |= {"sampling": args.sampling, "epsilon": None, "missing": known.rows.source}
     return facts, known.sections

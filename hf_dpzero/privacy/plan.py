@@ -18,6 +18,7 @@ import numpy as np
 from hf_dpzero.privacy.accounting import (
     calibrated_noise_multiplier,
     common_accountant,
+    epsilon_of_group,
     epsilon_together,
     scheduled_parts,
 )
@@ -299,6 +300,14 @@ class PrivacyPlan:
         whole = epsilon_together(self._parts(self.steps), delta)
         part = whole if count == self.steps else epsilon_together(self._parts(count), delta)
         return min(part, whole)
+
+    def epsilon_of_group(self, delta: float, examples: int) -> float:
+        """Returns epsilon of all steps, and the runs before, for examples of one person together.
+
+        Raises:
+          ValueError: see `accounting.epsilon_of_group`.
+        """
+        return epsilon_of_group(self._parts(self.steps), delta, examples)
 
     def _parts(self, count: int) -> tuple[Part, ...]:
         earlier = [part for plan, steps in self.after for part in plan.own_parts(steps)]

@@ -387,7 +387,8 @@ _DRAWN = (
 )
 _ROW_UNIT_CAVEAT = (
     "The privacy unit is a row as it was given to the trainer: several rows of one person, and texts "
-    "that were packed together or split up before, are not one unit (unit_column)." + _DRAWN
+    "that were packed together or split up before, are not one unit (`hf-dpzero plan --rows_of_one 10` "
+    "says what ten rows of a person are protected by, unit_column makes them one unit)." + _DRAWN
 )
 _UNIT_CAVEAT = (
     "Which rows are one unit was read from a column of the private rows: what a person has under two "
