@@ -135,7 +135,8 @@ def epsilon_of_group(parts: tuple[Part, ...], delta: float, examples: int) -> fl
             raise ValueError(
                 f"no bound for several examples together of sampling={spec.sampling!r}, "
                 f"{spec.distribution} noise of multiplier {spec.noise_multiplier:g} and "
-                f"{spec.relation}: known is Gaussian noise with poisson or full_batch under add_or_remove_one."
+                f"{spec.relation}: known is Gaussian noise with poisson or full_batch, without "
+                "replace_one."
             )
 
     def account(left: float) -> float:
