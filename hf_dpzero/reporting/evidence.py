@@ -21,6 +21,7 @@ from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.reporting.hub import CARD_FILE
 from hf_dpzero.reporting.page import PAGE_FILE, report_page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.private_evaluations import evaluations_in
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
 from hf_dpzero.reporting.wording import counted_steps, number, round_up
 
@@ -33,8 +34,8 @@ UNCHECKED = (
     "that the values were clipped, and are of the rows, their number and the sampling that are claimed",
     "that this is the only release on these rows: other runs, and settings chosen by looking at them, "
     "add to epsilon",
-    "that one row is what has to be protected (a person may have several), that evaluation rows are "
-    "public, and that the base model never saw the private rows",
+    "that the unit is what has to be protected (where it is a row, a person may have several), that "
+    "evaluation rows are public, and that the base model never saw the private rows",
     "the scores on the card, which need the evaluation rows; and the files that no digest covers "
     "(tokenizer, configuration, the curves of report.html)",
 )
@@ -174,9 +175,10 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
 
 
 def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> str:
-    """Compares the card's statement, table, limitations and tag with the report; the rest is free.
+    """Compares what the card says of privacy with the report and the record of private evaluations.
 
-    Of `report.html`, where it is there, the claim at its top.
+    That is its statement, its table, its limitations and its tag; the rest is free. Of `report.html`,
+    where it is there, it is the claim at its top.
     """
     from huggingface_hub import ModelCard
 
@@ -185,7 +187,8 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
     if not (folder / CARD_FILE).is_file():
         raise NotChecked(f"there is no {CARD_FILE}")
     card = ModelCard((folder / CARD_FILE).read_text(encoding="utf-8"))
-    stated, wanted = _claims(card.text), _claims(model_card(report).text)
+    made = evaluations_in(folder)
+    stated, wanted = _claims(card.text), _claims(model_card(report, evaluations=made).text)
     for other, words in ((wanted - stated, "does not say"), (stated - wanted, "says")):
         if other:
             raise ValueError(
@@ -201,18 +204,18 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
         raise ValueError(
             f"{CARD_FILE} is tagged differential-privacy; the report says NOT PRIVATE."
         )
-    return f"its statement, table and {len(report.caveats)} limitations are the report's"
+    beside = f", and its {len(made)} private evaluations are on record" if made else ""
+    return f"its statement, table and {len(report.caveats)} limitations are the report's{beside}"
 
 
 def _claims(card: str) -> set[str]:
-    """The lines of a card that speak of privacy: what is quoted at its top, and two of its sections."""
+    """The lines of a card that speak of privacy: what is quoted at its top, and three sections."""
+    sections = ("## Privacy", "## Evaluated on private rows", "## Limitations")
     section, claims = "", set[str]()
     for line in map(str.strip, card.splitlines()):
         if line.startswith("## "):
             section = line
-        elif line and (
-            section in ("## Privacy", "## Limitations") or (not section and line[0] == ">")
-        ):
+        elif line and (section in sections or (not section and line[0] == ">")):
             claims.add(line)
     return claims
 

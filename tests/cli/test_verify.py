@@ -19,6 +19,11 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.reporting.evidence import epsilon_holds
 from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.private_evaluations import (
+    EVALUATIONS_FILE,
+    PrivateEvaluation,
+    append_evaluation,
+)
 from hf_dpzero.reporting.verification import bound_to
 
 CARD, LOG, REPORT = "README.md", "trajectory.safetensors", "privacy_report.json"
@@ -194,6 +199,23 @@ def test_a_run_that_is_not_private_may_not_be_tagged(published, base, tmp_path, 
     assert status == 0 and (found["epsilon"][0], found["card"][0]) == (None, True)
     line_of(folder, "tags:", "tags:\n- differential-privacy")
     assert "tagged" in verified(capsys, folder, "--base", base)[1]["card"][1]
+
+
+def test_the_card_states_the_private_evaluations_on_record(published, base, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    made = PrivateEvaluation(
+        rows="held out", num_rows=100, metric="accuracy", step=6, epsilon=0.5, sensitivity=1,
+        noise_source="os_entropy_exact", trained_on=False, released=71,
+    )  # fmt: skip
+    append_evaluation(folder, made)
+    status, found = verified(capsys, folder, "--base", base)
+    assert status == 1 and "does not say" in found["card"][1]
+    write_model_card(folder)
+    status, found = verified(capsys, folder, "--base", base)
+    assert status == 0 and "its 1 private evaluations are on record" in found["card"][1]
+    (folder / EVALUATIONS_FILE).unlink()
+    assert "README.md says" in verified(capsys, folder, "--base", base)[1]["card"][1]
 
 
 def test_a_claim_below_the_second_accountants_is_refused(published):

@@ -85,6 +85,7 @@ def test_the_interval_of_noise_and_sampling_covers_every_share():
     assert max(missed) > 0.03
 
 
+@pytest.mark.false_alarm(0)  # nothing is drawn
 def test_without_noise_it_is_clopper_and_pearsons():
     """At epsilon = 60 the noise is 0 but for 1e-26."""
     for count in (0, 3, 10):
