@@ -139,6 +139,7 @@ def _weights_hold(
       ValueError: other weights, or another base; or the base cannot be loaded.
       NotChecked: nothing in the folder says what the run started from.
     """
+    hub.check_files(folder)
     check_weights(report, folder)
     if not trajectory.header["replayable"]:
         return "their digest is the report's; the log of this method cannot rebuild them"
@@ -161,8 +162,9 @@ def _base_of(folder: Path, trajectory: Trajectory, base: str | None) -> tuple[st
     """What `_load_base` takes for a published folder, and overrides of a recipe."""
     if named := hub.replay_base(folder, trajectory):
         return base or named, []
-    if (folder / RECIPE_FILE).is_file():
-        return str(folder / RECIPE_FILE), ["--model_name_or_path", base] if base else []
+    recipe = folder / RECIPE_FILE
+    if recipe.is_file() and not (base or "").endswith((".yaml", ".yml")):
+        return str(recipe), ["--model_name_or_path", base] if base else []
     if base is None:
         raise NotChecked(
             f"their digest is the report's; they were not rebuilt: neither {RECIPE_FILE} nor "

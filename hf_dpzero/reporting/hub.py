@@ -128,7 +128,7 @@ def build_hub_folder(
             f"{report.statement} To publish it all the same, pass --allow_not_private "
             "(allow_not_private=True); the card will say so first."
         )
-    _check_files(source)
+    check_files(source)
     check_weights(report, source)
     _check_target(source, target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,8 @@ def _read_run(source: Path) -> tuple[PrivacyReport, Trajectory]:
     return report, trajectory
 
 
-def _check_files(source: Path) -> None:
+def check_files(source: Path) -> None:
+    """Refuses a folder without weights, and an index of shards that `digest_weights` does not cover."""
     if (source / _INDEX).is_file():
         index = json.loads((source / _INDEX).read_text(encoding="utf-8"))
         needed = sorted(set(index["weight_map"].values()))
@@ -257,7 +258,7 @@ def _check_files(source: Path) -> None:
         )
     strange = [name for name in needed if not _named(name, COPIED)]
     if strange:
-        raise ValueError(f"{_INDEX} names {strange[0]!r}, which is no shard's name; not copied.")
+        raise ValueError(f"{_INDEX} names {strange[0]!r}, which is no shard's name.")
 
 
 def _check_target(source: Path, target: Path) -> None:

@@ -119,6 +119,13 @@ def more_noise_than_was(folder: Path) -> None:
     write_model_card(folder)
 
 
+def an_index(folder: Path) -> None:
+    """Loading by it takes tensors that no digest covers."""
+    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    index = {"metadata": {}, "weight_map": {"classifier.bias": "other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def line_of(folder: Path, old: str, new: str, name: str = CARD) -> None:
     text = (folder / name).read_text()
     assert old in text
@@ -128,6 +135,7 @@ def line_of(folder: Path, old: str, new: str, name: str = CARD) -> None:
 CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "weights": (weights_of, "weights", "changed or replaced after the run saved them"),
     "weights and report": (weights_and_report, "weights", "not what the trajectory gives"),
+    "index": (an_index, "weights", "names 'other.safetensors'"),
     "epsilon": (lambda f: report_of(f, epsilon=0.1), "report", "epsilon: 0.1 / "),
     "n": (lambda f: report_of(f, num_examples=9999), "report", "num_examples: 9999 / 120"),
     "statement": (lambda f: report_of(f, statement="Private."), "report", "in words"),
@@ -172,6 +180,19 @@ def test_another_base_or_none_is_refused(published, base, tmp_path, capsys, monk
     assert status == 1 and "Give its folder or Hub id by --base" in found["weights"][1]
     assert main.main(["verify", "me/nothing"]) == 2
     assert "no repository that the Hub gave" in capsys.readouterr().err
+
+
+def test_a_repository_of_the_hub_is_checked_as_a_folder_is(published, base, capsys, monkeypatch):
+    asked = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, set(allow_patterns)))
+        return str(published)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert verified(capsys, "me/tiny", "--base", base)[0] == 0
+    ((name, patterns),) = asked
+    assert name == "me/tiny" and {p.name for p in published.iterdir()} <= patterns
 
 
 def test_what_a_log_cannot_rebuild_is_known_by_its_digest(base, tmp_path, capsys):
