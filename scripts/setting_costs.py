@@ -112,6 +112,7 @@ _ROWS = {
             none="all",
         ),
         "max_eval_samples": Cost(NOTHING, "shorter evaluation", none="all"),
+        "holdout": Cost("fewer rows to train on; with their evaluation the larger epsilon holds"),
         "num_examples_per_class": Cost(
             "as `max_train_samples`; that each class has so many rows becomes public", none="all"
         ),

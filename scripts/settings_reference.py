@@ -29,6 +29,7 @@ WORDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("max_train_samples", "max_eval_samples", "num_examples_per_class"), "at least 1"
     ),
+    "holdout": "a share below 1",
     **{"max_seq_length": "at least 2", "num_demonstrations": "at least 0"},
     "features": "`last`, `all_layers`, numbers of layers",
     "torch_dtype": "`float32`, `bfloat16`, `float16`, `auto`",

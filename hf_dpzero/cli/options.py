@@ -69,10 +69,11 @@ class Evaluate(Options):
         "the recipe's base model, untrained (also what happens without --model_name_or_path)", False
     )
     private_file: str | None = _option(
-        "private rows: release how many of them are answered right, with noise, in place of metrics of "
-        "the validation rows"
+        "private rows, to be evaluated in place of the validation rows; default those of holdout"
     )
-    epsilon: float | None = _option("with --private_file: of this release", metavar="E")
+    epsilon: float | None = _option(
+        "release how many private rows are answered right, with noise", metavar="E"
+    )
     trained_on: bool = _option("rows of private_file may be training rows: epsilons add up", False)
 
 

@@ -14,6 +14,7 @@ from hf_dpzero.cli.options import Evaluate, Train
 from hf_dpzero.privacy.words import schedule_curves
 from hf_dpzero.recipes import build
 from hf_dpzero.recipes.adapters import ADAPTER_FILE
+from hf_dpzero.recipes.holdout import held_out
 from hf_dpzero.recipes.recipe import (
     Recipe,
     coerce_fields,
@@ -74,7 +75,8 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
     from hf_dpzero.training.step_meter import StepMeter
     from hf_dpzero.training.termination import heeding
 
-    zero_shot = trainer.evaluate(metric_key_prefix="zero_shot")
+    public = trainer.eval_dataset is not None
+    zero_shot = trainer.evaluate(metric_key_prefix="zero_shot") if public else {}
     best = recipe.training.metric_for_best_model
     known = [key.removeprefix("zero_shot_") for key in zero_shot]
     if best is not None and best.removeprefix("eval_") not in known:  # before any budget is spent
@@ -87,10 +89,12 @@ def _train(trainer: DPZeroTrainer, recipe: Recipe, resume: str | bool | None) ->
         output = trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
     trainer.save_state()
-    evaluated = trainer.evaluate()
+    evaluated = trainer.evaluate() if public else {}
     trained = {**output.metrics, **meter.metrics()}
     trained["train_samples"] = trainer.plan.sampler.num_examples
     for split, metrics in (("zero_shot", zero_shot), ("train", trained), ("eval", evaluated)):
+        if not metrics:
+            continue
         trainer.log_metrics(split, metrics)
         trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
@@ -119,9 +123,11 @@ def run_evaluate(arguments: Evaluate) -> None:
     """
     from hf_dpzero.tasks import build_task
 
-    private = arguments.private_file is not None
-    if private is (arguments.epsilon is None):
-        raise ValueError("--private_file, with private rows, and --epsilon go together: give both.")
+    private = arguments.epsilon is not None
+    if arguments.private_file is not None and not private:
+        raise ValueError(
+            "--private_file names private rows: --epsilon says what one release may spend."
+        )
     overrides = parse_overrides(arguments.overrides)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **overrides})
@@ -139,12 +145,15 @@ def run_evaluate(arguments: Evaluate) -> None:
         kept = "output_dir" in overrides or (folder / REPORT_FILE).is_file()
         if private and (recipe.data.num_demonstrations or not kept):
             raise ValueError(
-                "--private_file is for a trained model's folder, which keeps the record of what was "
+                "--epsilon is for a trained model's folder, which keeps the record of what was "
                 "released, or the same --output_dir for each evaluation of these rows; and not for "
                 "num_demonstrations, training rows that change every answer."
             )
         task = build_task(recipe.data, arguments.private_file)
-        build.refuse_training_texts(task, arguments.trained_on)
+        held = private and arguments.private_file is None
+        if held:
+            held_out(task.splits, Path(recipe.model.model_name_or_path))
+        build.refuse_training_texts(task, arguments.trained_on or held)
         # of another model nothing is fitted
         public = recipe.model.public_file if statement == ZERO_SHOT else None
         build.digest_of_public_texts(public, recipe.data, task)
@@ -157,7 +166,7 @@ def run_evaluate(arguments: Evaluate) -> None:
             with contextlib.suppress(OSError, ValueError):  # a recipe of rows that are not here
                 other = load_recipe(file, {"output_dir": scratch}).data
             if other is not None and rows(other) != rows(recipe.data):
-                build.refuse_rows_of(other, task, public, arguments.trained_on)
+                build.refuse_rows_of(other, task, public, arguments.trained_on or held)
         if private:
             found, shown = _evaluate_privately(recipe, task, base, folder, arguments)
         else:
@@ -224,7 +233,7 @@ def _evaluate_privately(
     made = trainer.evaluate_privately(
         rows,
         float(arguments.epsilon or 0),
-        rows=Path(str(arguments.private_file)).name,
+        rows=Path(arguments.private_file or "held out of the training rows").name,
         trained_on=arguments.trained_on,
         step=step,
     )

@@ -117,6 +117,12 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     names = description.label_names if description else data.class_names
     labels = None if names is None else len(names)
     here = _rows_that_are_here(data, labels)
+    if here is not None and data.holdout:  # which rows is drawn when a run begins
+        kept, about = (
+            round((here.train or 0) * (1 - data.holdout)),
+            f"holdout={data.holdout}, about",
+        )
+        here = dataclasses.replace(here, train=kept, source=f"{here.source}; {about}")
     if here is not None:
         if given is not None and given != here.train:
             raise ValueError(

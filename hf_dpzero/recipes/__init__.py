@@ -12,6 +12,7 @@ Start reading at `recipe.load_recipe`, then `build.build_trainer`.
 | `models`, `adapters` | where a checkpoint comes from; its head; LoRA, prefix, biases |
 | `sentence_classifier` | a sentence encoder with a linear head, and its features computed once |
 | `public_features` | principal components of its features, fitted to public text |
+| `holdout` | which training rows are held out for private evaluation |
 | `starter` | what `init` writes for a file of the user's own |
 | `catalogue` | what the shipped recipes run, and what the paper reports for them |
 """

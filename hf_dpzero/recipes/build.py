@@ -30,6 +30,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
       ValueError, OSError, ImportError: whatever the task, the model or the plan refuses.
     """
     from hf_dpzero.checks.model import check_installed
+    from hf_dpzero.recipes.holdout import hold_out
     from hf_dpzero.recipes.models import load_model
     from hf_dpzero.recipes.sentence_classifier import precompute_features
     from hf_dpzero.tasks import build_task
@@ -48,8 +49,11 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         )
     check_installed(recipe.training)
     task = build_task(data)
+    if data.holdout:
+        hold_out(task.splits, recipe)
     recipe.training.plan(len(task.splits["train"]))  # refuses before minutes are spent on encoding
-    refuse_training_texts(task)
+    refuse_training_texts(task, trained_on=True)  # by the rows' own content the two sides differ
+    task.splits.pop("private", None)
     texts = digest_of_public_texts(recipe.model.public_file, recipe.data, task)
     model, tokenizer = load_model(recipe.model, task)
     if texts is not None and getattr(model.config, "public_texts", None) != texts:
@@ -75,7 +79,7 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         model=model,
         args=recipe.training,
         train_dataset=rows["train"],
-        eval_dataset=rows["validation"],
+        eval_dataset=rows.get("validation"),
         processing_class=tokenizer,
         data_collator=collator,
         compute_metrics=task.metrics(tokenizer),
@@ -134,8 +138,8 @@ def refuse_training_texts(
     # The trainer compares tokens or features, which say less: two texts may be cut to the same tokens,
     # and features of one text differ in the last bit.
     train, private = train or task.splits["train"], task.splits.get("private")
-    PrivateRows(train).refuse(task.splits["validation"])
-    PrivateRows(private, PUBLIC, ROWS).refuse(task.splits["validation"])
+    for rows in (PrivateRows(train), PrivateRows(private, PUBLIC, ROWS)):
+        rows.refuse(task.splits.get("validation"))
     if not trained_on:
         PrivateRows(train, TRAINED_ON).refuse(private)
 

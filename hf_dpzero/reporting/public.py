@@ -41,7 +41,7 @@ OWN_SETTINGS = frozenset(
     """
     accountant allow_fewer_per_class architecture base_is_public class_names clip clipping
     clipping_config components correlated_noise dataset_config_name dataset_name device_map differences
-    direction expected_batch_size extends extends_run features group_robust head_init init_seed
+    direction expected_batch_size extends extends_run features group_robust head_init holdout init_seed
     keep_column label_column label_texts label_words learning_rate_is_final load_in_4bit
     load_in_8bit logit_scale lora_alpha lora_r lora_target_modules max_batch_size
     max_eval_samples max_length max_memory max_new_tokens max_rows_per_unit max_seq_length

@@ -36,7 +36,7 @@ from hf_dpzero.run import Dataset, Run
 
 logger = logging.get_logger(__name__)
 
-FOLDER, FILE = "_private", "noise_keys.json"
+FOLDER, FILE, HOLDOUT_FILE = "_private", "noise_keys.json", "holdout.json"
 
 UPLOADS = {
     "CometCallback": ("COMET_LOG_ASSETS", ("TRUE",)),

@@ -25,7 +25,7 @@ from hf_dpzero.parallel import collectives
 from hf_dpzero.reporting.weights import weight_files
 from hf_dpzero.run_folder.checkpoints import UNFINISHED
 from hf_dpzero.run_folder.earlier import is_saved
-from hf_dpzero.run_folder.keys import FILE, FOLDER
+from hf_dpzero.run_folder.keys import FILE, FOLDER, HOLDOUT_FILE
 
 logger = logging.get_logger(__name__)
 
@@ -82,6 +82,7 @@ def left_on_disk(output_dir: Path) -> list[Left]:
         Left("caches", "PRIVATE ROWS", caches),
         Left("rows", "PRIVATE ROWS, not a run's to remove", sorted(kept - {*caches}), goes=False),
         Left("keys", "SECRETS, for resuming", there(f"{FOLDER}/*{FILE}*")),
+        Left("key", "SECRET, of held-out rows", there(f"{FOLDER}/{HOLDOUT_FILE}"), goes=False),
         Left("checkpoints", "of steps before the end", there(f"{_CHECKPOINT}*", UNFINISHED)),
         Left(
             "arguments", "SECRET where hub_token was given", there(TRAINING_ARGS_NAME), goes=False

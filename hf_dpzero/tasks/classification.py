@@ -327,6 +327,11 @@ def _read_label_names(splits: datasets.DatasetDict, column: str) -> list[str]:
     The sorted strings, or "0" ... for integers. They become public, so a training label that is not
     among them is refused, without naming it; so names that a training file brings along are not used.
     """
+    if "validation" not in splits:
+        raise ValueError(
+            "without a validation_file nothing public names the labels: set class_names to all of them, "
+            "in order."
+        )
     known = getattr(splits["validation"].features[column], "names", None)
     kinds = {_kind(rows.features[column], split, column) for split, rows in splits.items()}
     plain = known is None and "text" not in kinds

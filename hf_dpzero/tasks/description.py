@@ -195,6 +195,8 @@ class DataArguments:
       max_seq_length: tokens a text is cut to, >= 2.
       max_train_samples: keep this many training rows, chosen by `subset_seed`; null keeps all.
       max_eval_samples: the same for evaluation.
+      holdout: share of the training rows that are not trained on, for private evaluation
+        (`hf-dpzero evaluate --epsilon`), by a keyed hash of each row or unit.
       num_examples_per_class: keep this many training rows of each class (few-shot, as in the
         paper's RoBERTa experiments); null keeps all.
       allow_fewer_per_class: where a class has fewer rows than num_examples_per_class, take all of
@@ -216,6 +218,7 @@ class DataArguments:
     max_seq_length: int = 128
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
+    holdout: float = 0.0
     num_examples_per_class: int | None = None
     allow_fewer_per_class: bool = False
     subset_seed: int = 0
@@ -239,6 +242,10 @@ class DataArguments:
         if len(set(named)) < len(named):
             raise ValueError(
                 f"text_column, text_pair_column and label_column are {named}: name different columns."
+            )
+        if not 0 <= self.holdout < 1:
+            raise ValueError(
+                f"holdout={self.holdout} is no share of the rows: at least 0, below 1."
             )
         if self.max_seq_length < 2:
             raise ValueError(

@@ -35,7 +35,7 @@ def load_splits(data: DataArguments, source: HubSource | None) -> datasets.Datas
       source: the task's own; None if it has none.
 
     Returns:
-      Both splits, whole, with all their columns.
+      Both splits, whole, with all their columns; "train" alone of a train_file with `holdout`.
 
     Raises:
       ValueError: only one of the two files, no source at all, or a missing split.
@@ -43,6 +43,9 @@ def load_splits(data: DataArguments, source: HubSource | None) -> datasets.Datas
       OSError: the Hub data set is neither cached nor reachable; names the command that fetches it.
     """
     if data.train_file or data.validation_file:
+        if data.holdout and data.train_file and not data.validation_file:  # no public rows
+            parts = read_alike(files_of(data.train_file))
+            return datasets.DatasetDict(train=datasets.concatenate_datasets(parts))
         return _load_files(data.train_file, data.validation_file)
     if data.dataset_name is not None:
         source = HubSource(data.dataset_name, data.dataset_config_name)
@@ -68,7 +71,8 @@ def _load_files(train: str | None, validation: str | None) -> datasets.DatasetDi
         absent = "train_file" if train is None else "validation_file"
         raise ValueError(
             f"{absent} is not set: give both train_file (private rows) and validation_file (rows that "
-            "are public, or whose privacy is paid for elsewhere)."
+            "are public, or whose privacy is paid for elsewhere). Without public rows set holdout: 0.1, "
+            "and class_names."
         )
     public = Path(validation)
     for private in (files := files_of(train)):
@@ -317,6 +321,8 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
     # Each split has a stream of its own, so that a limit of one does not move the other's rows.
     kept, sizes = datasets.DatasetDict(), (data.max_train_samples, data.max_eval_samples)
     for index, (split, size) in enumerate(zip(("train", "validation"), sizes, strict=True)):
+        if split not in splits:
+            continue
         generator = np.random.Generator(np.random.PCG64([data.subset_seed, index]))
         rows = splits[split]
         if split == "train" and data.num_examples_per_class is not None:

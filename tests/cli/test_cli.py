@@ -246,7 +246,7 @@ def test_private_rows_are_evaluated_with_noise(trained, private, tmp_path, capsy
 
 def test_what_no_private_evaluation_can_be_made_of_is_refused(trained, private, rows, capsys):
     words = ("evaluate", trained.parent / "tiny.yaml", "--private_file", private)
-    assert "give both" in fail(capsys, *words)
+    assert "--epsilon says what one release may spend" in fail(capsys, *words)
     assert "the same --output_dir" in fail(capsys, *words, "--epsilon", 1)
     model = ("--model_name_or_path", trained)
     assert "a number above 0" in fail(capsys, *words, *model, "--epsilon", 0)

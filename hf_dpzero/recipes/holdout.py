@@ -1,0 +1,92 @@
+"""Rows of the training data that are held out for private evaluation, by a keyed hash of each.
+
+On which side a row lies follows from the row and the key alone; rows of one unit go together. So one row
+more or less changes one side, and training and evaluation together cost it the larger of the two
+epsilons. A row put in another's place may change both, where they would add up: such relations are
+refused. The guarantee holds for every key; it is kept with the run's keys to find the rows again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hf_dpzero.ledger.log_file import write_for_owner
+from hf_dpzero.ledger.trajectory import LEDGER_NAME
+from hf_dpzero.run_folder.keys import FOLDER, HOLDOUT_FILE
+from hf_dpzero.settings.row_groups import column_values
+
+if TYPE_CHECKING:
+    import datasets
+
+    from hf_dpzero.recipes.recipe import Recipe
+
+
+def hold_out(splits: datasets.DatasetDict, recipe: Recipe) -> None:
+    """Moves `holdout` of the rows from "train" to "private", in place, with the key of the run's folder.
+
+    Raises:
+      ValueError: a relation under which a row may change sides; a run that is resumed on other rows.
+    """
+    args, file = recipe.training, recipe.output_dir / FOLDER / HOLDOUT_FILE
+    if args.neighboring_relation != "add_or_remove_one":
+        raise ValueError(
+            f"holdout={recipe.data.holdout} with neighboring_relation={args.neighboring_relation!r}: a "
+            "row put in another's place may change both sides, whose epsilons would add up. Use "
+            "add_or_remove_one, or split the file yourself."
+        )
+    resumes = (args.resume_from_checkpoint or "false").lower() != "false"
+    if resumes and (recipe.output_dir / LEDGER_NAME).is_file():
+        return held_out(splits, recipe.output_dir)
+    with args.main_process_first(local=False):  # the others find the key of the first
+        stored = json.loads(file.read_text()) if file.is_file() else {"key": secrets.token_hex(32)}
+        stored |= {"share": recipe.data.holdout, "unit_column": args.unit_column}
+        stored["rows"] = _move(splits, **stored)
+        if args.should_save:
+            write_for_owner(file, json.dumps(stored))
+
+
+def held_out(splits: datasets.DatasetDict, folder: Path) -> None:
+    """Moves the rows that the run in a folder held out from "train" to "private", in place.
+
+    Raises:
+      ValueError: it held none out, or they are other ones now, so that some may have been trained on.
+    """
+    file = folder / FOLDER / HOLDOUT_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"{file} is missing: the run there held no rows out (holdout: 0.1 of its recipe), or is a "
+            "copy without its keys. --private_file names rows to evaluate."
+        )
+    stored = json.loads(file.read_text())
+    if _move(splits, **stored) != stored["rows"]:
+        raise ValueError(
+            f"the rows that {file} knows are not those of the training data now: it was changed, or is "
+            "read otherwise. Load it as it was when the run began; else rows that were trained on would "
+            "be evaluated."
+        )
+
+
+def _move(
+    splits: datasets.DatasetDict, key: str, share: float, unit_column: str | None, rows: str = ""
+) -> str:
+    """Moves each row, or unit, with probability `share`; returns a keyed digest of all rows' sides."""
+    train = splits["train"]
+    units = None if unit_column is None else column_values(train, unit_column)
+    words = [
+        hashlib.sha256(f"{key} {json.dumps(unit, sort_keys=True, default=str)}".encode()).digest()
+        for unit in (train if units is None else units)
+    ]
+    aside = np.array([int.from_bytes(word[:8], "big") < share * 2.0**64 for word in words], bool)
+    splits["train"] = train.select(np.flatnonzero(~aside))
+    splits["private"] = train.select(np.flatnonzero(aside))
+    if not 0 < aside.sum() < len(train):
+        raise ValueError(
+            f"holdout={share} of {len(train)} rows leaves none on one side: take another share."
+        )
+    return hashlib.sha256(b"".join(words)).hexdigest()
