@@ -449,9 +449,11 @@ class PublishingTrainer(Trainer):
             self._besides.check(configuration=False)
         if self.shards and state_dict is None:
             state_dict = fsdp.gathered_state(self.model, keep=self.args.should_save)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            (arguments := folder / TRAINING_ARGS_NAME).touch()
+            arguments.chmod(0o600)  # before it is written: it holds hub_token
         super()._save(output_dir, state_dict)
-        if (arguments := folder / TRAINING_ARGS_NAME).is_file():
-            arguments.chmod(0o600)  # it holds hub_token
         if run is not None and run.ledger is not None and self.args.should_save:
             run.ledger.to_safetensors(folder / SHIPPING_NAME)
             report = bound_to(report_of(run), folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def page_of(folder: Path) -> Page:
 def leave_run(folder: Path, plan: PrivacyPlan) -> Path:
     write_run(folder, plan, report_of(plan))
     results = {"zero_shot_accuracy": 0.5, "eval_accuracy": 0.75, "eval_runtime": 9.0}
-    results["train_loss"] = 0.123456
+    results |= {"train_loss": 0.123456, "eval_mem_cpu_peaked_delta": 31337.0, "eval_odd": math.nan}
     (folder / "all_results.json").write_text(json.dumps(results))
     recipe = f"task: '{EVIL}'\nclass_names: ['{EVIL}']\nhub_token: hf_x\n"
     (folder / "recipe.yaml").write_text(recipe)
@@ -95,7 +96,8 @@ def test_the_page_says_what_the_report_says(tmp_path: Path) -> None:
     assert report.caveats and all(caveat in page.text for caveat in report.caveats)
     trajectory = Trajectory.load(tmp_path / "run" / "trajectory.safetensors")
     assert trajectory.digest() in page.text and "ab" * 32 in page.text
-    assert "hf_x" not in page.text and "0.123456" not in page.text and "7.25" not in page.text
+    assert "hf_x" not in page.text and "7.25" not in page.text
+    assert "0.123456" not in page.text and "31337" not in page.text and "odd" not in page.text
 
 
 def test_nothing_that_is_inserted_is_markup_and_nothing_is_loaded(tmp_path: Path) -> None:
