@@ -12,8 +12,8 @@ do), for settings that were fixed without looking at it.
 floating-point error is one in delta: T-fold self-composition raises Fourier coefficients, each with a
 relative error of about 2^-53, to the power T. So epsilon is evaluated at delta - (T 2^-53 + 1e-15), and
 refused where that is not most of delta: at T = 10^6 and delta = 3e-12 the library's answer is 6 % below
-the truth. Grids stay near 1/64 of the typical loss of one step, where an independent accountant in the
-tests agrees to 1e-3.
+the truth. Grids stay near 1/64 of the typical loss of one step, where an independent accountant
+(`bracket`) agrees to 1e-3.
 
 *Number of steps.* dp-accounting raises the size of a grid to the power T as a Python integer on its way,
 which takes longer than the run from some T on: above `MAX_PLD_STEPS` the PLD accountant is refused.

@@ -89,37 +89,26 @@ def _loss(
 
     sigma, q = spec.noise_multiplier, spec.probability
     shift = 1.0 if q < 1 else float(spec.sensitivity)
+    other = -shift if spec.relation == "replace_one" and q < 1 else 0.0
     reach = 10 * sigma + shift
     x = np.linspace(-reach, reach, int(min(max(4 * reach / sigma**2 / grid, 2e4), 2e6)))
-    top, bottom = (
-        (q, shift),
-        ((q, -shift) if spec.relation == "replace_one" and q < 1 else (0.0, 0.0)),
-    )
 
-    def log_density(q: float, shift: float) -> np.ndarray:
-        still, moved = -((x / sigma) ** 2) / 2, -(((x - shift) / sigma) ** 2) / 2
-        if q in (0.0, 1.0):
-            return moved if q else still
-        return np.asarray(np.logaddexp(moved + math.log(q), still + math.log1p(-q)))
+    def log_ratio(s: float) -> np.ndarray:  # of (1-q) N(0) + q N(s) over N(0)
+        moved = math.log(q) + (x * s - s**2 / 2) / sigma**2
+        return np.logaddexp(moved, math.log1p(-q)) if q < 1 else moved
 
-    def masses(q: float, shift: float) -> np.ndarray:
+    def masses(s: float) -> np.ndarray:  # of the former, each from the smaller tail
         below, above = (
-            (1 - q) * ndtr(sign * x / sigma) + q * ndtr(sign * (x - shift) / sigma)
-            for sign in (1, -1)
+            (1 - q) * ndtr(z * x / sigma) + q * ndtr(z * (x - s) / sigma) for z in (1, -1)
         )
-        return np.where(x[:-1] > 0, -np.diff(above), np.diff(below))  # from the smaller tail
+        return np.where(x[:-1] > 0, -np.diff(above), np.diff(below))
 
-    ends = log_density(*top) - log_density(*bottom)
-    values, width = (ends[:-1] + ends[1:]) / 2, float(np.diff(ends).max())
-    values, mass = (-values, masses(*bottom)) if reverse else (values, masses(*top))
+    ends, mass = log_ratio(shift) - log_ratio(other), masses(other if reverse else shift)
+    values = (ends[:-1] + ends[1:]) / (-2 if reverse else 2)
     cells = np.rint(values / grid).astype(np.int64)
     joined = np.bincount(cells - cells.min(), mass)
-    return (
-        cells.min() + np.arange(len(joined)),
-        joined,
-        float(mass @ (values - cells * grid)),
-        width,
-    )
+    error, width = float(mass @ (values - cells * grid)), float(np.diff(ends).max())
+    return cells.min() + np.arange(len(joined)), joined, error, width
 
 
 def _end(losses: Sequence[tuple[np.ndarray, np.ndarray, int]], lost: float, sign: int) -> int:

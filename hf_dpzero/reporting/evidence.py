@@ -69,10 +69,10 @@ def findings(
             return Finding(claim, True, check(*given))
         except NotChecked as missing:
             return Finding(claim, None, str(missing))
-        except (ValueError, OSError, ImportError) as error:
-            return Finding(claim, False, " ".join(str(error).split()))
-        except Exception as error:  # a stranger's file may break any code: then nothing is known
-            return Finding(claim, False, f"cannot be read ({type(error).__name__}: {error})")
+        except Exception as error:  # a stranger's file may break any code
+            told = isinstance(error, ValueError | OSError | ImportError)
+            why = str(error) if told else f"cannot be read ({type(error).__name__}: {error})"
+            return Finding(claim, False, " ".join(why.split()))
 
     found = [finding("log", _log_holds, folder), finding("report", report_holds, folder)]
     try:
@@ -100,8 +100,8 @@ def report_holds(folder: Path) -> str:
     if derived != stated:
         raise ValueError(
             f"{REPORT_FILE} does not say in words what its numbers mean, which is: {derived.statement} "
-            "It was edited, or written by another version of this package (by its own account "
-            f"{stated.versions.get('hf_dpzero')}): take the file that the run wrote, and that version."
+            "It was edited, or is of another version of this package, with which it may be verified: "
+            f"{stated.versions.get('hf_dpzero')}, it says."
         )
     return f"follows from the plan and the releases in the log. It says: {stated.statement}"
 
@@ -152,9 +152,7 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
     if not report.private or not trajectory.releases or not numbers:
         raise NotChecked("the log has no numbers with Gaussian noise")
     if trajectory.header.get("federated") or plan.correlation is not None:
-        raise NotChecked(
-            "means over clients and correlated noise have other scales than the plan's"
-        )
+        raise NotChecked("means over clients, and correlated noise, have other scales")
     schedule, releases = MechanismSchedule(mechanism, plan.scheduled), trajectory.releases
     squares, count = 0.0, len(releases) * trajectory.num_directions
     for step, release in enumerate(releases):
@@ -164,14 +162,10 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
     share = math.sqrt(squares / float(chdtri(count, 1 - CHANCE)))
     if share < 1:
         raise ValueError(
-            f"the {count} released values are too small for the noise that the plan states: {share:.3g} "
-            f"times of it, at most, is in them, but for a chance of {CHANCE:g}. The plan in the log is "
-            "not the one that ran."
+            f"the {count} released values hold at most {share:.3g} times the noise that the plan in the "
+            f"log states, but for a chance of {CHANCE:g}: it is not the plan that ran."
         )
-    return (
-        f"the {count} released values are large enough for the stated noise, and would not be for "
-        f"{share:.3g} times of it"
-    )
+    return f"the {count} released values can hold the stated noise, and not {share:.3g} times it"
 
 
 def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> str:
@@ -197,13 +191,9 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
             )
     html = folder / PAGE_FILE
     if html.is_file() and _top(html.read_text("utf-8")) != _top(report_page(report, trajectory)):
-        raise ValueError(
-            f"{PAGE_FILE} claims at its top what {REPORT_FILE} does not: it was edited."
-        )
+        raise ValueError(f"{PAGE_FILE} claims at its top what {REPORT_FILE} does not.")
     if not report.private and "differential-privacy" in (card.data.to_dict().get("tags") or ()):
-        raise ValueError(
-            f"{CARD_FILE} is tagged differential-privacy; the report says NOT PRIVATE."
-        )
+        raise ValueError(f"{CARD_FILE} is tagged differential-privacy, and is NOT PRIVATE.")
     beside = f", and its {len(made)} private evaluations are on record" if made else ""
     return f"its statement, table and {len(report.caveats)} limitations are the report's{beside}"
 

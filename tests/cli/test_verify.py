@@ -143,7 +143,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no report's type": (lambda f: report_of(f, epsilon=None), "report", "privacy_report.json"),
     "damaged log": (a_byte_of_the_log, "log", "checksum"),
     "a release": (a_release, "weights", "not what the trajectory gives"),
-    "more noise": (more_noise_than_was, "noise", "The plan in the log is not the one that ran"),
+    "more noise": (more_noise_than_was, "noise", "it is not the plan that ran"),
     "card": (lambda f: line_of(f, "(spent) | ", "(spent) | 0."), "card", "does not say '| epsilon"),
     "card's row": (lambda f: line_of(f, "| delta |", "|delta|0|\n| delta |"), "card", "'|delta|0|'"),
     "card's limits": (lambda f: line_of(f, "- The loss, class", "- Class"), "card", "The loss, class"),

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from scipy import stats
 from step_specs import FIXED, FULL, LEMMA, TRUNCATED, spec
 
 from hf_dpzero.privacy import accounting
@@ -256,54 +256,6 @@ def test_averaged_clipping_in_every_small_universe_keeps_to_the_claim(changes, r
 
 
 # --- Independent accountants ---------------------------------------------------------------------
-
-
-def independent_bracket(q: float, sigma: float, steps: int, delta: float, replaced: bool,
-                        grid: float) -> tuple[float, float]:  # fmt: skip
-    """Epsilon from losses rounded down and up to a grid, composed by FFT; no library code.
-
-    The pair is (1-q) N(0) + q N(1) against N(0), or against (1-q) N(0) + q N(-1).
-    """
-    x = np.linspace(-14 * sigma - 1, 14 * sigma + 1, 1_000_001)
-
-    def log_density(shift: float) -> np.ndarray:
-        a = np.log(q) - (x - shift) ** 2 / (2 * sigma**2)
-        return np.logaddexp(a, np.log1p(-q) - x**2 / (2 * sigma**2))
-
-    bottom = log_density(-1.0) if replaced else -(x**2) / (2 * sigma**2)
-    loss = log_density(1.0) - bottom
-    tails = [q * stats.norm.sf((x - 1) / sigma) + (1 - q) * stats.norm.sf(x / sigma)]
-    mass = -np.diff(tails[0])
-    bounds = []
-    for ends, rounded in ((loss[:-1], np.floor), (loss[1:], np.ceil)):
-        cells = rounded(ends / grid).astype(int)
-        size = 2 ** math.ceil(math.log2(60 / grid))
-        once = np.bincount(cells % size, weights=mass, minlength=size)
-        composed = np.fft.irfft(np.fft.rfft(once) ** steps, size)
-        centre = round(steps * float((cells * mass).sum()))
-        position = (np.arange(size) - centre + size // 2) % size + centre - size // 2
-        losses, weights = position * grid, np.maximum(composed, 0)
-
-        def excess(e: float, losses=losses, weights=weights) -> float:
-            over = losses > e
-            return float((weights[over] * -np.expm1(e - losses[over])).sum()) - delta
-
-        bounds.append(optimize.brentq(excess, 0, 25))
-    return bounds[0], bounds[1]
-
-
-@pytest.mark.parametrize(
-    ("q", "sigma", "steps", "replaced"),
-    [(0.016, 2.0, 1000, False), (0.3, 5.0, 200, True)],
-)  # fmt: skip
-def test_an_independent_accountant_agrees(q, sigma, steps, replaced):
-    """Rounding every loss down / up gives bounds; their middle is right to second order."""
-    down, up = independent_bracket(q, sigma, steps, DELTA, replaced, 5e-5)
-    step = spec(num_examples=10**6, batch_size=q * 10**6, noise_multiplier=sigma,
-               relation="replace_one" if replaced else "add_or_remove_one")  # fmt: skip
-    ours = epsilon_after(step, steps, DELTA)
-    assert down < ours < up
-    assert ours == pytest.approx((down + up) / 2, rel=1e-3)
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
