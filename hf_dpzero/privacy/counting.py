@@ -3,9 +3,9 @@
     released = count + Z,    P(Z = z) = (1 - a) / (1 + a) a^|z|,    a = exp(-epsilon / m),
 
 where one unit more, one less or another in its place moves the count by at most m. Guarantee:
-(epsilon, 0). For a count no other noise of a pure epsilon is narrower (Ghosh, Roughgarden and
-Sundararajan 2009, "Universally utility-maximizing privacy mechanisms", STOC). A discrete Gaussian, which
-needs a delta, has the wider interval at the same epsilon until delta is far above 1 / n: 0.004 at 0.2.
+(epsilon, 0). At m = 1 no other noise of a pure epsilon is narrower (Ghosh, Roughgarden and Sundararajan
+2009, "Universally utility-maximizing privacy mechanisms", STOC). A discrete Gaussian, which needs a
+delta, has the wider interval at the same epsilon until delta is far above 1 / n: 0.004 at 0.2.
 
 With m = 1 each row is right or wrong whatever the other rows are. Where a row of a pass may flip another
 one's answer, m is 2 (docs/placement.md): here nobody does, because each row has a pass of its own.

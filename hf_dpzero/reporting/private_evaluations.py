@@ -73,15 +73,9 @@ class PrivateEvaluation:
 
     def results(self) -> dict[str, object]:
         """Returns the record with what follows from it, for JSON."""
+        found = {"delta": 0.0, self.metric: self.value, "coverage": COVERAGE}
         both = ("interval_of_noise", "interval_of_noise_and_sampling")
-        intervals = {name: getattr(self, name) for name in both}
-        return {
-            **asdict(self),
-            "delta": 0.0,
-            self.metric: self.value,
-            "coverage": COVERAGE,
-            **intervals,
-        }
+        return {**asdict(self), **found, **{name: getattr(self, name) for name in both}}
 
     def __str__(self) -> str:
         headline = (
@@ -90,21 +84,13 @@ class PrivateEvaluation:
         )
         if is_seeded(self.noise_source):
             headline = f"NOT PRIVATE: the noise is {self.noise_source}. {headline}"
-        noise, both = self.interval_of_noise, self.interval_of_noise_and_sampling
+        these, population = self.interval_of_noise, self.interval_of_noise_and_sampling
         scale = number(self.mechanism.scale)
-        lines = (
-            ("these rows", f"{_percent(*noise)} (at least 95 %, over the noise alone)"),
-            (
-                "population",
-                f"{_percent(*both)} (at least 95 %, over noise and sampling of the rows)",
-            ),
-            (
-                "released",
-                f"{self.released} right answers, with discrete Laplace noise of scale {scale}",
-            ),
-            ("neighbours", "adding, removing or replacing one row; the number of rows is public"),
-        )
-        return "\n".join([headline, *(f"  {label:<12}{text}" for label, text in lines)])
+        return f"""{headline}
+  these rows  {_percent(*these)} (at least 95 %, over the noise alone)
+  population  {_percent(*population)} (at least 95 %, over noise and sampling of the rows)
+  released    {self.released} right answers, with discrete Laplace noise of scale {scale}
+  neighbours  adding, removing or replacing one row; the number of rows is public"""
 
 
 def _percent(low: float, high: float | None = None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch.utils.data import IterableDataset
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
@@ -14,7 +13,6 @@ from hf_dpzero.checks.data import check_draws
 from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.checks.model import check_kernels_are_fixed, check_layers, check_widths
 from hf_dpzero.estimators.random_state import isolated_randomness
-from hf_dpzero.objectives.heads import is_classifier
 from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.privacy.counting import PrivateCount
 from hf_dpzero.privacy.noise import SecureNoise
@@ -119,9 +117,7 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
             f"evaluate_privately in {trainer.args.world_size} processes would release one count each: "
             "save the model, and evaluate it in one process."
         )
-    if trainer.args.batch_eval_metrics or not (
-        trainer.compute_metrics or is_classifier(trainer.model)
-    ):
+    if trainer.args.batch_eval_metrics or trainer.compute_metrics is None:
         raise ValueError(
             "evaluate_privately scores one row at a time by compute_metrics: let it return accuracy or "
             "exact_match of the rows it is given, without batch_eval_metrics."
@@ -150,8 +146,8 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
 
 def _scores(trainer: PublishingTrainer, dataset: Any) -> Iterator[Mapping[str, Any]]:
     """What `compute_metrics` returns of each row alone."""
-    rows = trainer.rows_of(dataset)
-    compute = trainer.compute_metrics or _classified
+    rows, compute = trainer.rows_of(dataset), trainer.compute_metrics
+    assert compute is not None  # `_checked`
     for number in range(len(rows.dataset)):
         batch = rows.collate_rows([number])
         _, predictions, labels = trainer.prediction_step(
@@ -160,9 +156,3 @@ def _scores(trainer: PublishingTrainer, dataset: Any) -> Iterator[Mapping[str, A
         if trainer.preprocess_logits_for_metrics is not None:
             predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
         yield compute(EvalPrediction(*nested_numpify((predictions, labels))))
-
-
-def _classified(prediction: EvalPrediction) -> dict[str, float]:
-    found = prediction.predictions
-    logits = found[0] if isinstance(found, tuple) else found
-    return {"accuracy": float(np.mean(logits.argmax(-1) == prediction.label_ids))}

@@ -111,7 +111,9 @@ def test_the_record_is_on_disk_before_the_value_is_known(tmp_path, monkeypatch):
 
 
 def test_seeded_noise_is_not_private(tmp_path):
-    trainer = build(tmp_path)  # which has testing.insecure_noise_seed
+    trainer = build(
+        tmp_path, trainer_settings={"compute_metrics": accuracy}
+    )  # which has testing.insecure_noise_seed
     made = trainer.evaluate_privately(rows(), 0.5)
     assert str(made).startswith("NOT PRIVATE") and together(None, [made]).startswith("NOT PRIVATE")
 
@@ -121,6 +123,7 @@ def test_disjoint_rows_take_the_larger_epsilon_and_shared_rows_the_sum(tmp_path)
         tmp_path,
         **{"testing.sampler_key": None, "testing.insecure_noise_seed": None, "max_steps": 2},
         noise_multiplier=0.6,
+        trainer_settings={"compute_metrics": accuracy},
     )
     trainer.train()
     report = trainer.privacy_report()
@@ -164,13 +167,14 @@ def test_rows_of_the_other_kind_are_refused(tmp_path):
         ({}, {"dataset": {"a": rows()}}, "give one data set"),
         ({}, {"dataset": rows().to_iterable_dataset()}, "give one data set"),
         ({"batch_eval_metrics": True}, {}, "one row at a time"),
+        ({"compute_metrics": None}, {}, "by compute_metrics"),
         ({"unit_column": "person"}, {}, "one row of each unit"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(tmp_path, settings, given, words):
     trainer = evaluator(tmp_path)
     for name, value in settings.items():
-        setattr(trainer.args, name, value)
+        setattr(trainer if name == "compute_metrics" else trainer.args, name, value)
     with pytest.raises(ValueError, match=words):
         trainer.evaluate_privately(**{"dataset": rows(), "epsilon": 0.5, **given})
     assert not (tmp_path / EVALUATIONS_FILE).exists()
@@ -181,9 +185,3 @@ def test_models_whose_answers_depend_on_earlier_rows_are_refused(tmp_path):
     trainer.model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0}
     with pytest.raises(ValueError, match="remembers the longest text"):
         trainer.evaluate_privately(rows(), 0.5)
-
-
-def test_a_classifier_needs_no_metric(tmp_path):
-    trainer = evaluator(tmp_path, compute_metrics=None)
-    made = trainer.evaluate_privately(rows(), 0.5)
-    assert made.released == right(trainer.model, rows()).sum()
