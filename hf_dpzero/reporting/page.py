@@ -71,6 +71,7 @@ def report_page(
         epsilon=round_up(report.epsilon) if report.private else None,
         delta=delta_words(report.delta),
         neighbours=relation_words(report.neighboring_relation, report.privacy_unit),
+        unit=relation_words("one {unit}", report.privacy_unit),
         budget=_budget(report, trajectory) if report.private else None,
         released=_released(trajectory),
         metrics=curves,

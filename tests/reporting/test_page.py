@@ -147,6 +147,14 @@ def test_evaluations_of_private_rows_are_on_the_page(tmp_path: Path) -> None:
         assert str(made) in page.text and together(report_of(plan), [made]) in page.text
 
 
+def test_the_unit_is_the_reports() -> None:
+    plan = plan_of()
+    for unit, words in (("example", "one training example"), ("person <b>", "one person <b>")):
+        report = report_of(plan, privacy_unit=unit)
+        page = Page(report_page(report, trajectory_of(plan, STEPS, privacy_unit=unit)))
+        assert f"privacy unit{words}" in page.text
+
+
 def test_one_step_is_a_point() -> None:
     plan = PrivacyPlan(sampler=plan_of().sampler, mechanism=plan_of().mechanism, steps=1)
     page = Page(report_page(report_of(plan), trajectory_of(plan, 1)))
