@@ -20,6 +20,7 @@ from hf_dpzero.objectives.heads import is_language_model
 from hf_dpzero.objectives.losses import base_model
 from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.run import Dataset, Run
+from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.row_groups import column_values
 
 LABEL_COLUMNS = (
@@ -40,6 +41,17 @@ def num_examples(dataset: Dataset | None) -> int:
     if len(dataset) == 0:
         raise ValueError("train_dataset is empty.")
     return len(dataset)
+
+
+def num_units(dataset: Dataset, args: DPZeroConfig) -> int:
+    """n of the privacy plan: rows, or the values of `unit_column`.
+
+    Raises:
+      ValueError: see `num_examples` and `units_of`.
+    """
+    if args.unit_column is None:
+        return num_examples(dataset)
+    return len(units_of(dataset, args.unit_column, args.rows_per_unit))
 
 
 def units_of(dataset: Dataset, column: str, most: int) -> Units:

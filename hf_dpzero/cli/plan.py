@@ -100,7 +100,7 @@ def _proposed(arguments: Plan, given: Mapping[str, Any]) -> dict[str, str]:
     n = arguments.num_examples
     if arguments.recipe is not None:
         recipe = load_recipe(arguments.recipe, given)
-        n = count_rows(recipe.data, n).train
+        n = count_rows(recipe, n).train
     else:
         settings = {"use_cpu": True, "max_steps": "1", **given, "model_name_or_path": "any"}
         recipe = build_recipe([], settings, COMMAND_LINE)

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_dpzero.checks.data import num_units
 from hf_dpzero.experiments import memory
 from hf_dpzero.experiments.memory import GIB, MetaModel, find_config
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.recipes.recipe import Recipe
 from hf_dpzero.settings.defaults import resolve
 from hf_dpzero.tasks import build_task, description_of
-from hf_dpzero.tasks.description import DataArguments
 from hf_dpzero.tasks.rows import read_rows
 
 _PHASES = {
@@ -56,7 +56,7 @@ def overview(recipe: Recipe, num_examples: int | None) -> Overview:
       OSError: nothing says which shape the model has.
       ValueError: what training would refuse too: settings, data, layers, budgets.
     """
-    rows = count_rows(recipe.data, num_examples)
+    rows = count_rows(recipe, num_examples)
     meta, source = shape_of(recipe, rows.labels)
     model = meta.build(meta.own_dtype)
     # K is chosen by what follows the first trained parameter, as training will choose it.
@@ -104,8 +104,10 @@ def choose_directions(recipe: Recipe, labels: int | None) -> Recipe:
 # ---- rows
 
 
-def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
+def count_rows(recipe: Recipe, given: int | None = None) -> RowCounts:
     """Counts the rows if they are here, else takes `given`, else derives n from the recipe.
+
+    With `unit_column` n is the number of units.
 
     Rows that are here are those of local files, of the data sets cache and of the quickstart, after
     the recipe's own choice of rows.
@@ -113,10 +115,11 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     Raises:
       ValueError, OSError: what the task refuses; `given` is not what is here.
     """
+    data = recipe.data
     description = description_of(data.task)
     names = description.label_names if description else data.class_names
     labels = None if names is None else len(names)
-    here = _rows_that_are_here(data, labels)
+    here = _rows_that_are_here(recipe, labels)
     if here is not None and data.holdout:  # which rows is drawn when a run begins
         kept, about = (
             round((here.train or 0) * (1 - data.holdout)),
@@ -134,6 +137,8 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     train, source = None, "the data is not here: give --num_examples N, its number of training rows"
     if given is not None:
         train, source = given, "--num_examples"
+    elif recipe.training.unit_column is not None:
+        source = "the data is not here: give --num_examples N, its number of units"
     elif per_class is not None and labels:
         train = per_class * labels
         source = f"num_examples_per_class={per_class} x {labels} classes, if each has so many"
@@ -144,12 +149,14 @@ def count_rows(data: DataArguments, given: int | None = None) -> RowCounts:
     return RowCounts(train=train, labels=labels, source=source)
 
 
-def _rows_that_are_here(data: DataArguments, labels: int | None) -> RowCounts | None:
+def _rows_that_are_here(recipe: Recipe, labels: int | None) -> RowCounts | None:
     """Counts rows that nobody has to download; None of others. `labels` as far as the recipe says."""
+    data = recipe.data
     public = Path(data.validation_file or "")
     if data.train_file and not public.is_file() and data.num_examples_per_class is None:
         # As a starter has it, whose public rows are yet to be written.
-        rows = min(len(read_rows(Path(data.train_file))), data.max_train_samples or math.inf)
+        found = num_units(read_rows(Path(data.train_file)), recipe.training)
+        rows = min(found, data.max_train_samples or math.inf)
         source = f"{data.train_file}; validation_file is not there yet"
         return RowCounts(train=int(rows), labels=labels, source=source)
     try:
@@ -160,7 +167,8 @@ def _rows_that_are_here(data: DataArguments, labels: int | None) -> RowCounts | 
             raise
         return None
     source = f"the training rows of task {task.name}, which are here"
-    return RowCounts(train=len(task.splits["train"]), labels=len(task.label_names), source=source)
+    found = num_units(task.splits["train"], recipe.training)
+    return RowCounts(train=found, labels=len(task.label_names), source=source)
 
 
 @contextlib.contextmanager

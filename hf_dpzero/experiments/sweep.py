@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_dpzero.checks.data import num_units
 from hf_dpzero.experiments.plan import choose_directions
 from hf_dpzero.experiments.results import Row, Run
 from hf_dpzero.experiments.runner import Attempt, Workspace, execute, locked, train_in_process
@@ -216,7 +217,10 @@ def prepare(settings: SweepSettings) -> Prepared:
     _check(settings)
     recipes = [settings.load(point) for point in settings.points]
     task = build_task(recipes[0].data)
-    n, own = len(task.splits["train"]), getattr(task, "metric", "accuracy")
+    n, own = (
+        num_units(task.splits["train"], recipes[0].training),
+        getattr(task, "metric", "accuracy"),
+    )
     metric = f"eval_{own}" if settings.metric in (None, own) else str(settings.metric)
     if not metric.startswith("eval_") or not public_results({metric: 0.0}):
         raise ValueError(
@@ -284,7 +288,7 @@ def _plans(settings: SweepSettings, task: AnyTask, noise_multiplier: float) -> l
     plans, noise = [], {"target_epsilon": None, "noise_multiplier": noise_multiplier}
     for point in settings.points:
         recipe = choose_directions(settings.load(point, noise), len(task.label_names))
-        plans.append(recipe.training.plan(len(task.splits["train"])))
+        plans.append(recipe.training.plan(num_units(task.splits["train"], recipe.training)))
     if settings.secret:  # selection is accounted in Renyi divergences
         plans = [dataclasses.replace(plan, accountant="rdp") for plan in plans]
     return plans

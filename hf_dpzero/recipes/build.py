@@ -49,9 +49,12 @@ def build_trainer(recipe: Recipe) -> DPZeroTrainer:
         )
     check_installed(recipe.training)
     task = build_task(data)
+    from hf_dpzero.checks.data import num_units
+
     if data.holdout:
         hold_out(task.splits, recipe)
-    recipe.training.plan(len(task.splits["train"]))  # refuses before minutes are spent on encoding
+    # refuses before minutes are spent on encoding
+    recipe.training.plan(num_units(task.splits["train"], recipe.training))
     refuse_training_texts(task, trained_on=True)  # by the rows' own content the two sides differ
     task.splits.pop("private", None)
     texts = digest_of_public_texts(recipe.model.public_file, recipe.data, task)

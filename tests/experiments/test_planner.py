@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from row_files import row_files
 from torch import nn
 from transformers import AutoConfig
 
@@ -223,17 +225,21 @@ def test_evaluation_by_generation_keeps_keys_and_values(recipe_of):
     assert meta.cache_bytes(16, torch.float32) == (32 + 1) * 16 * 2 * 8 * 4
 
 
+def rows_of(unit_column: str | None = None, **data) -> SimpleNamespace:
+    """A recipe of which only its rows are asked for."""
+    training = SimpleNamespace(unit_column=unit_column, rows_per_unit=4)
+    return SimpleNamespace(data=DataArguments(**data), training=training)
+
+
 def test_rows_that_are_here_are_counted():
-    rows = plan.count_rows(DataArguments(task="quickstart", max_train_samples=100))
+    rows = plan.count_rows(rows_of(task="quickstart", max_train_samples=100))
     assert (rows.train, rows.labels) == (100, 2) and "which are here" in rows.source
     with pytest.raises(
         ValueError, match="num_examples=99, but the recipe's data is here and has 8192"
     ):
-        plan.count_rows(DataArguments(task="quickstart"), given=99)
+        plan.count_rows(rows_of(task="quickstart"), given=99)
     with pytest.raises(FileNotFoundError, match=r"none\.csv not found"):
-        plan.count_rows(
-            DataArguments(train_file="none.csv", validation_file="none.csv", task="sst2")
-        )
+        plan.count_rows(rows_of(train_file="none.csv", validation_file="none.csv", task="sst2"))
 
 
 @pytest.mark.parametrize(
@@ -249,9 +255,23 @@ def test_rows_that_are_here_are_counted():
 def test_rows_that_are_not_here_are_derived_or_asked_for(
     data, given, expected, source, monkeypatch
 ):
-    monkeypatch.setattr(plan, "_rows_that_are_here", lambda data, labels: None)
-    rows = plan.count_rows(DataArguments(task="sst2", **data), given)
+    monkeypatch.setattr(plan, "_rows_that_are_here", lambda recipe, labels: None)
+    rows = plan.count_rows(rows_of(task="sst2", **data), given)
     assert rows.train == expected and source in rows.source and rows.labels == 2
+    by_unit = plan.count_rows(rows_of("who", task="sst2", **data), given)
+    assert by_unit.train == given  # rows say nothing of units
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_of_units_those_are_counted(tmp_path, public):
+    rows = [{"sentence": f"text {i}", "label": i % 2, "who": i // 3} for i in range(12)]
+    files = row_files(tmp_path, rows, [{"sentence": "other", "label": 1}])
+    if not public:
+        (tmp_path / "validation.jsonl").unlink()
+    recipe = rows_of("who", task="sst2", keep_column="who", **files)
+    assert plan.count_rows(recipe).train == 4
+    with pytest.raises(ValueError, match="num_examples=12, but .* has 4"):
+        plan.count_rows(recipe, 12)
 
 
 def test_a_published_checkpoint_needs_no_file(monkeypatch):

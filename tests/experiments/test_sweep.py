@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from finished_runs import report_of, write_run
+from row_files import row_files
 
 from hf_dpzero.cli import main
 from hf_dpzero.experiments.results import Exit, Row
@@ -25,6 +26,7 @@ from hf_dpzero.experiments.sweep import (
     draw_points,
     open_workspace,
     parse_grid,
+    prepare,
 )
 from hf_dpzero.experiments.sweep_outputs import _best_row
 from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
@@ -297,6 +299,21 @@ def settings_of(recipe: Path, folder: Path, **changes: Any) -> SweepSettings:
         "trials": TrialCount(mean=4.0), "output_dir": folder,
     }  # fmt: skip
     return SweepSettings(**{**values, **changes})
+
+
+def test_the_noise_of_trials_by_unit_is_that_of_their_runs(recipe, tmp_path):
+    """n is the number of units, a third of the rows: the noise follows from n."""
+    train = [{"text": f"text {i}", "label": i % 2, "who": i // 3} for i in range(96)]
+    words = {"task": "text_classification", "text_column": "text", "unit_column": "who"}
+    words |= row_files(tmp_path, train, [{"text": f"other {i}", "label": i} for i in range(2)])
+    prepared = prepare(settings_of(recipe, tmp_path, overrides=words))
+    assert prepared.num_examples == 32
+    of_trial = load_recipe(recipe, {**words, "clip": 1.0}).training
+    of_trial.target_epsilon, of_trial.noise_multiplier = None, prepared.noise_multiplier
+    assert of_trial.plan(32).mechanism.rows_per_unit == 4
+    assert prepared.epsilon_one_run == pytest.approx(
+        dataclasses.replace(of_trial.plan(32), accountant="rdp").epsilon(1e-3)
+    )
 
 
 PREPARED = Prepared(extra={}, num_examples=96, metric="eval_accuracy", tuning="none")
