@@ -75,7 +75,7 @@ def test_validation_rows_may_have_no_groups_and_training_rows_must(tmp_path):
     assert "place" in rows["train"].features and "place" not in rows["validation"].features
     other = recipe(tmp_path, **files(tmp_path), group_robust={"column": "country"})
     task = build_task(other.data)
-    with pytest.raises(ValueError, match="group_robust.column='country'"):
+    with pytest.raises(ValueError, match="'country' .group_robust.column or unit_column"):
         with_kept_column({"train": task.splits["train"]}, task, "country")
 
 
