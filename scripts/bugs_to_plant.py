@@ -567,5 +567,17 @@ BUGS = (
         "tests/recipes/test_holdout.py",
         "for unit in (train if units is None else units)",
         "for unit, _ in enumerate(train if units is None else units)"),
+    Bug("verified_below_the_bound",
+        "A published epsilon below the second accountant's lower bound counts as verified.",
+        "hf_dpzero/reporting/evidence.py",
+        "tests/cli/test_verify.py::test_a_claim_below_the_second_accountants_is_refused",
+        "if report.epsilon * (1 + 1e-6) < low:",
+        "if report.epsilon * (1 + 1e-6) < 0:"),
+    Bug("verified_without_noise",
+        "Released values that are too small for the stated noise count as verified.",
+        "hf_dpzero/reporting/evidence.py",
+        "tests/cli/test_verify.py::test_a_changed_file_is_refused_in_words",
+        "if share < 1:",
+        "if share < 0:"),
 )
 # fmt: on
