@@ -216,6 +216,10 @@ def prepare(settings: SweepSettings) -> Prepared:
     """
     _check(settings)
     recipes = [settings.load(point) for point in settings.points]
+    if any(recipe.data.holdout for recipe in recipes):
+        raise ValueError(
+            "holdout in a sweep: each run would hold other rows out; split the file once."
+        )
     task = build_task(recipes[0].data)
     n, own = (
         num_units(task.splits["train"], recipes[0].training),

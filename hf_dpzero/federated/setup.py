@@ -172,6 +172,8 @@ class Side:
     def build(cls, settings: Settings, output_dir: str | Path) -> Side:
         """Builds the recipe's trainer with passes as large as a client's batches."""
         recipe = settings.load(output_dir)
+        if recipe.data.holdout:
+            raise PlanError("holdout: each client holds rows of its own out, in another file.")
         args = copy.copy(recipe.training)
         if args.expected_batch_size is not None:
             all_clients = args.expected_batch_size if settings.own_rows else settings.clients

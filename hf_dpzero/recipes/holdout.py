@@ -31,7 +31,7 @@ def hold_out(splits: datasets.DatasetDict, recipe: Recipe) -> None:
     """Moves `holdout` of the rows from "train" to "private", in place, with the key of the run's folder.
 
     Raises:
-      ValueError: a relation under which a row may change sides; a run that is resumed on other rows.
+      ValueError: a relation under which a row may change sides; a run that goes on with other rows.
     """
     args, file = recipe.training, recipe.output_dir / FOLDER / HOLDOUT_FILE
     if args.neighboring_relation != "add_or_remove_one":
@@ -43,6 +43,9 @@ def hold_out(splits: datasets.DatasetDict, recipe: Recipe) -> None:
     resumes = (args.resume_from_checkpoint or "false").lower() != "false"
     if resumes and (recipe.output_dir / LEDGER_NAME).is_file():
         return held_out(splits, recipe.output_dir)
+    if args.extends_run is not None:  # what it trained on is not to be held out now
+        held_out(splits, Path(args.extends_run))
+        return write_for_owner(file, (Path(args.extends_run) / FOLDER / HOLDOUT_FILE).read_text())
     with args.main_process_first(local=False):  # the others find the key of the first
         stored = json.loads(file.read_text()) if file.is_file() else {"key": secrets.token_hex(32)}
         stored |= {"share": recipe.data.holdout, "unit_column": args.unit_column}

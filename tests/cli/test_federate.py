@@ -40,6 +40,11 @@ def run(recipe: Path, *words: str) -> int:
     return main.main(["federate", str(recipe), *words])
 
 
+def test_rows_are_not_held_out_of_a_federation(recipe, capsys):
+    assert run(recipe, "--clients", "3", "--engine", "in_process", "--holdout", "0.1") == 2
+    assert "each client holds rows of its own out" in capsys.readouterr().err
+
+
 def check(folder: Path, clients: int, rounds: int) -> dict:
     report = json.loads((folder / "federated_report.json").read_text())
     assert report["rounds"] == rounds and report["private"] and len(report["clients"]) == clients

@@ -261,6 +261,7 @@ def sweep(recipe: Path, folder: Path, *words: Any) -> int:
         ("composed --grid target_epsilon=1,2", "the sweep sets the noise"),
         ("composed --grid subset_seed=1,2", "one fixed set of training rows"),
         ("composed --grid output_dir=a,b", "is no hyper-parameter"),
+        ("composed --grid clip=1,2 --holdout 0.1", "each run would hold other rows out"),
         (
             "public --grid testing.sampler_key=a,b",
             "testing.sampler_key may not be in a public grid",

@@ -104,6 +104,18 @@ def test_held_out_rows_that_are_not_known_again_are_refused(trained, tmp_path, c
     moved.rename(key)
 
 
+def test_a_run_that_extends_another_holds_the_same_rows_out(trained, tmp_path, capsys):
+    words = [str(trained / "r.yaml"), "--extends_run", str(trained / "out")]
+    words += ["--model_name_or_path", str(trained / "out"), "--target_epsilon", "8"]
+    assert main.main(["train", *words, "--output_dir", str(tmp_path / "more")]) == 0
+    first, second = (f / "_private" / "holdout.json" for f in (trained / "out", tmp_path / "more"))
+    assert second.read_text() == first.read_text()
+    first.rename(tmp_path / "key.json")
+    assert main.main(["train", *words, "--output_dir", str(tmp_path / "other")]) == 2
+    (tmp_path / "key.json").rename(first)
+    assert "held no rows out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
