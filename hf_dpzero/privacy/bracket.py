@@ -26,6 +26,8 @@ _LARGEST = 2**22
 """The window's points, at most; a coarser grid gives a wider bracket."""
 _SMALLEST_DELTA = 1e-10
 """Below it the transform's own rounding would show."""
+_MOST_KINDS = 16
+"""Different steps that are told apart; each takes a second and tens of megabytes."""
 
 
 def epsilon_bracket(
@@ -40,11 +42,12 @@ def epsilon_bracket(
       about: size of the answer, from which the grid follows.
 
     Returns:
-      (low, high); None for truncated batches, Laplace noise, and a delta below 1e-10.
+      (low, high); None for truncated batches, Laplace noise, more than 16 kinds of steps (schedules of
+      noise), and a delta below 1e-10.
     """
     parts = [(spec, count) for spec, count in parts if count]
     unknown = (s.sampling == "truncated_poisson" or s.distribution != "gaussian" for s, _ in parts)
-    if delta < _SMALLEST_DELTA or any(unknown):
+    if delta < _SMALLEST_DELTA or len(parts) > _MOST_KINDS or any(unknown):
         return None
     if not parts:
         return 0.0, 0.0

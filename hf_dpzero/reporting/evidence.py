@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dpzero.ledger.trajectory import Trajectory
+from hf_dpzero.ledger.trajectory import Release, Trajectory
 from hf_dpzero.privacy.bracket import epsilon_bracket
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import MechanismSchedule
@@ -121,7 +121,7 @@ def epsilon_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
     if bracket is None:
         raise NotChecked(
             f"only by {report.accountant}, as the report: the second accountant knows no truncated "
-            "batches, no Laplace noise, and no delta below 1e-10"
+            "batches, Laplace noise, long schedules of noise, or delta below 1e-10"
         )
     low, high = bracket
     if report.epsilon * (1 + 1e-6) < low:
@@ -153,12 +153,13 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
         raise NotChecked("the log has no numbers with Gaussian noise")
     if trajectory.header.get("federated") or plan.correlation is not None:
         raise NotChecked("means over clients, and correlated noise, have other scales")
-    schedule, releases = MechanismSchedule(mechanism, plan.scheduled), trajectory.releases
-    squares, count = 0.0, len(releases) * trajectory.num_directions
-    for step, release in enumerate(releases):
-        own: Any = schedule.after(releases[:step])
+    schedule, seen, squares = MechanismSchedule(mechanism, plan.scheduled), list[Release](), 0.0
+    for release in trajectory.releases:
+        own: Any = schedule.after(seen)
         scale = own.noise_scale / own.divisor
         squares += math.fsum((v / scale) ** 2 for v in release.values[: trajectory.num_directions])
+        seen.append(release)
+    count = len(seen) * trajectory.num_directions
     share = math.sqrt(squares / float(chdtri(count, 1 - CHANCE)))
     if share < 1:
         raise ValueError(

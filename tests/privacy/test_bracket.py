@@ -68,6 +68,8 @@ def test_what_it_does_not_know_and_no_steps():
     step = spec(num_examples=N, batch_size=100, noise_multiplier=2.0)
     assert epsilon_bracket([(step, 0)], 1e-5, 0.0) == (0.0, 0.0)
     assert epsilon_bracket([(step, 3)], 1e-11, 1.0) is None
+    schedule = [(spec(noise_multiplier=2.0 + i), 1) for i in range(17)]
+    assert epsilon_bracket(schedule, 1e-5, 1.0) is None
     laplace = spec(num_examples=N, batch_size=100, noise_multiplier=2.0, distribution="laplace")
     capped = spec(sampling="truncated_poisson", num_examples=N, batch_size=100, max_batch_size=200)
     assert (
