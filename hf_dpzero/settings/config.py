@@ -151,8 +151,8 @@ class DPZeroConfig(OwnFields, TrainingArguments):
         if correlated != "none" and self.sampling != "fixed_batches":
             yield (
                 f"correlated_noise.kind={correlated!r} with sampling={self.sampling!r}: its account "
-                "needs to know in which steps an example takes part, and amplification by sampling "
-                "does not hold for noise that is correlated over steps. Use sampling='fixed_batches' "
+                "needs to know in which steps an example takes part, and amplification by sampling is "
+                "not accounted here for noise that is correlated over steps. Use sampling='fixed_batches' "
                 "(each example once an epoch, no amplification claimed)."
             )
         try:  # the groups know best what they need, and are made without any row

@@ -7,7 +7,7 @@ sigma, for whatever factorisation. A run that stops early releases the first row
 smaller.
 
 The sampler must be `FixedBatchesSampler`: an example that is drawn at random may take part in any
-steps, and no amplification by sampling is claimed for noise that is not independent over steps.
+steps, and no amplification by sampling is claimed here for noise that is not independent over steps.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def check_correlated(plan: PrivacyPlan) -> None:
         (
             not fixed,
             f"with sampling={plan.sampler.name!r}: its account needs to know in which steps an example "
-            "takes part, and amplification by sampling does not hold for noise that is correlated over "
-            "steps. Use sampling='fixed_batches'.",
+            "takes part, and amplification by sampling is not accounted here for noise that is correlated "
+            "over steps. Use sampling='fixed_batches'.",
         ),
         (
             getattr(mechanism, "clipping", "fixed") == "averaged",
