@@ -152,8 +152,8 @@ class DPZeroConfig(OwnFields, TrainingArguments):
             yield (
                 f"correlated_noise.kind={correlated!r} with sampling={self.sampling!r}: its account "
                 "needs to know in which steps an example takes part, and amplification by sampling is "
-                "not accounted here for noise that is correlated over steps. Use sampling='fixed_batches' "
-                "(each example once an epoch, no amplification claimed)."
+                "not accounted here for noise that is correlated over steps. Use "
+                "sampling='fixed_batches' (each example once an epoch, no amplification claimed)."
             )
         try:  # the groups know best what they need, and are made without any row
             groups_of(self)

@@ -141,8 +141,8 @@ def check_correlated(plan: PrivacyPlan) -> None:
         (
             not fixed,
             f"with sampling={plan.sampler.name!r}: its account needs to know in which steps an example "
-            "takes part, and amplification by sampling is not accounted here for noise that is correlated "
-            "over steps. Use sampling='fixed_batches'.",
+            "takes part, and amplification by sampling is not accounted here for noise that is "
+            "correlated over steps. Use sampling='fixed_batches'.",
         ),
         (
             getattr(mechanism, "clipping", "fixed") == "averaged",
