@@ -67,7 +67,9 @@ def units_of(dataset: Dataset, column: str, most: int) -> Units:
             f"{what} is no column of train_dataset: keep it where the rows are tokenised (the trainer "
             "takes it away from the model's inputs itself), or name another."
         )
-    if (missing := values.count(None)) or not all(isinstance(value, Hashable) for value in values):
+    if (missing := sum(value is None or value != value for value in values)) or not all(
+        isinstance(value, Hashable) for value in values
+    ):
         raise ValueError(
             f"{what} has {missing or 'lists in place of'} {'rows without a ' * bool(missing)}value"
             f"{'' if missing else 's'}: every row needs one name, number or id of its unit."

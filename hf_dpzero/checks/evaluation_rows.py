@@ -62,11 +62,11 @@ class PrivateRows:
     Args:
       dataset: the training set, or other private rows, or None.
       refusal: what is said of evaluation data that holds some of them.
-      named: what they are called where a few are tolerated.
+      named: what they are called where a few are tolerated; None tolerates none.
     """
 
     def __init__(
-        self, dataset: object, refusal: str = _REFUSAL, named: str = "train_dataset"
+        self, dataset: object, refusal: str = _REFUSAL, named: str | None = "train_dataset"
     ) -> None:
         self.dataset, self.refusal, self.named = _by_number(dataset), refusal, named
         self._digests: dict[Columns, np.ndarray] = {}
@@ -142,6 +142,10 @@ class PrivateRows:
         share = 0.0
         for columns, least in _comparable(dataset, evaluation):
             private = self._private(dataset, columns)
+            if self.named is None:  # a whole row's columns alone: one of several may be a label
+                if not least and np.isin(_digests(evaluation, columns), private).any():
+                    raise ValueError(self.refusal)
+                continue
             counts = np.unique(private, return_counts=True)[1]
             repeated = float(counts[counts > 1].sum() / max(1, len(private)))
             if counts.max(initial=0) <= COPIES:

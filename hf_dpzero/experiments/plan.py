@@ -156,8 +156,11 @@ def _rows_that_are_here(recipe: Recipe, labels: int | None) -> RowCounts | None:
     if data.train_file and not public.is_file() and data.num_examples_per_class is None:
         # As a starter has it, whose public rows are yet to be written.
         found = num_units(read_rows(Path(data.train_file)), recipe.training)
-        rows = min(found, data.max_train_samples or math.inf)
-        source = f"{data.train_file}; validation_file is not there yet"
+        rows, source = min(found, data.max_train_samples or math.inf), data.train_file
+        if recipe.training.unit_column is not None and data.max_train_samples:
+            source = "which units max_train_samples leaves is known once validation_file is there"
+            return RowCounts(train=None, labels=labels, source=source)
+        source += "; validation_file is not there yet"
         return RowCounts(train=int(rows), labels=labels, source=source)
     try:
         with offline():

@@ -202,6 +202,8 @@ def choose_mesh(
     """
     world, asked = args.world_size, args.performance.direction_parallel_size
     splits, averaged = asked not in (None, 1), args.clipping == "averaged"
+    # Processes that share directions must stand their rows alike, which draws of a collator may decide.
+    whole = averaged or args.unit_column is not None
     # A gradient has no directions to share, and one process nobody to share with.
     if not splits and (args.first_order or not active()):
         return ProcessMesh(args.process_index, world)
@@ -218,6 +220,10 @@ def choose_mesh(
             "under FSDP, whose passes of all processes stand at one direction: leave it out.",
         ),
         (averaged, "with clipping='averaged', whose groups go to processes whole: leave it out."),
+        (
+            whole and not averaged,
+            "with unit_column, whose units go to processes whole: leave it out.",
+        ),
     )
     setting = f"performance.direction_parallel_size={asked}"
     refuse(f"{setting} {words}" for is_refused, words in refused if splits and is_refused)
@@ -226,7 +232,7 @@ def choose_mesh(
     strategy = args.performance.perturbation_strategy
     copies = passes_of(args.differences, args.num_directions) * trained
     small = strategy == "auto" and copies <= STACK_BYTES
-    may = not (averaged or sharded or small or strategy == "stacked")
+    may = not (whole or sharded or small or strategy == "stacked")
     shares = asked or direction_shares(world, args.num_directions, work, may, args.differences)
     return ProcessMesh(args.process_index, world // shares, shares)
 

@@ -136,15 +136,15 @@ def refuse_training_texts(
       ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
     from hf_dpzero.checks.evaluation_rows import PrivateRows
-    from hf_dpzero.training.private_evaluation import PUBLIC, ROWS, TRAINED_ON
+    from hf_dpzero.training.private_evaluation import PUBLIC, TRAINED_ON
 
     # The trainer compares tokens or features, which say less: two texts may be cut to the same tokens,
     # and features of one text differ in the last bit.
     train, private = train or task.splits["train"], task.splits.get("private")
-    for rows in (PrivateRows(train), PrivateRows(private, PUBLIC, ROWS)):
+    for rows in (PrivateRows(train), PrivateRows(private, PUBLIC, None)):
         rows.refuse(task.splits.get("validation"))
     if not trained_on:
-        PrivateRows(train, TRAINED_ON).refuse(private)
+        PrivateRows(train, TRAINED_ON, None).refuse(private)
 
 
 def digest_of_public_texts(file: str | None, data: DataArguments, task: AnyTask) -> str | None:

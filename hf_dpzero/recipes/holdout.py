@@ -12,12 +12,14 @@ import hashlib
 import json
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hf_dpzero.ledger.log_file import write_for_owner
-from hf_dpzero.ledger.trajectory import LEDGER_NAME
+from hf_dpzero.ledger.trajectory import LEDGER_NAME, Trajectory
+from hf_dpzero.reporting.private_evaluations import EVALUATIONS_FILE
+from hf_dpzero.run_folder.earlier import NAME as EARLIER
 from hf_dpzero.run_folder.keys import FOLDER, HOLDOUT_FILE
 from hf_dpzero.settings.row_groups import column_values
 
@@ -43,12 +45,27 @@ def hold_out(splits: datasets.DatasetDict, recipe: Recipe) -> None:
     resumes = (args.resume_from_checkpoint or "false").lower() != "false"
     if resumes and (recipe.output_dir / LEDGER_NAME).is_file():
         return held_out(splits, recipe.output_dir)
+    for folder in (recipe.output_dir, Path(args.extends_run or recipe.output_dir)):
+        if (folder / EVALUATIONS_FILE).is_file():
+            raise ValueError(
+                f"{folder} has private evaluations on record, and a new run with holdout="
+                f"{recipe.data.holdout} would have the same rows evaluated as if for the first time: "
+                "evaluate after the last run, or take another output_dir."
+            )
     if args.extends_run is not None:  # what it trained on is not to be held out now
         held_out(splits, Path(args.extends_run))
         return write_for_owner(file, (Path(args.extends_run) / FOLDER / HOLDOUT_FILE).read_text())
     with args.main_process_first(local=False):  # the others find the key of the first
-        stored = json.loads(file.read_text()) if file.is_file() else {"key": secrets.token_hex(32)}
-        stored |= {"share": recipe.data.holdout, "unit_column": args.unit_column}
+        asked = {"share": recipe.data.holdout, "unit_column": args.unit_column}
+        stored: dict[str, Any] = {"key": secrets.token_hex(32), **asked}
+        if file.is_file():
+            stored = json.loads(file.read_text())
+        if not asked.items() <= stored.items():
+            raise ValueError(
+                f"{file} is of a run with holdout={stored['share']}, unit_column="
+                f"{stored['unit_column']}: rows that it trained on would be held out now. Set them as "
+                "they were, or take another output_dir."
+            )
         stored["rows"] = _move(splits, **stored)
         if args.should_save:
             write_for_owner(file, json.dumps(stored))
@@ -73,6 +90,16 @@ def held_out(splits: datasets.DatasetDict, folder: Path) -> None:
             "read otherwise. Load it as it was when the run began; else rows that were trained on would "
             "be evaluated."
         )
+    # Of one key, sides of other shares differ in number.
+    train, column = splits["train"], stored["unit_column"]
+    kept = len(train) if column is None else len(set(column_values(train, column) or ()))
+    for ledger in (folder / LEDGER_NAME, *folder.glob(f"{EARLIER}*/{LEDGER_NAME}")):
+        trained = Trajectory.load(ledger).header["plan"]["sampler"]["num_examples"]
+        if trained != kept:
+            raise ValueError(
+                f"{ledger} is of a run on {trained} units of privacy, and {file} leaves {kept} for "
+                "training: rows that were trained on would be evaluated. --private_file names others."
+            )
 
 
 def _move(

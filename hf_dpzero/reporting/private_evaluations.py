@@ -19,7 +19,7 @@ from hf_dpzero.ledger.log_file import append_whole, flush_folder, locked
 from hf_dpzero.privacy.counting import COVERAGE, PrivateCount
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.reporting.privacy_report import PrivacyReport
-from hf_dpzero.reporting.wording import delta_words, number, round_up
+from hf_dpzero.reporting.wording import EXAMPLE, delta_words, number, round_up
 
 EVALUATIONS_FILE = "private_evaluations.jsonl"
 
@@ -147,6 +147,11 @@ def together(report: PrivacyReport | None, evaluations: Sequence[PrivateEvaluati
     words = f"{releases}: epsilon = {round_up(spent)}, delta = 0 for the evaluated rows, added up."
     if report is None or not report.private:
         return f"{words} No epsilon is claimed for rows of a training."
+    if report.privacy_unit != EXAMPLE:
+        return (
+            f"{words} The training states epsilon for one {report.privacy_unit}: for another unit, so "
+            "the two are not put together."
+        )
     end = f", delta = {delta_words(report.delta)}"
     if any(made.trained_on for made in evaluations):
         whole = round_up(report.epsilon + spent)

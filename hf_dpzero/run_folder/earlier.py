@@ -131,7 +131,7 @@ def _files_of(folder: Path, patterns: Sequence[str] = _FILES) -> list[Path]:
 def _spent(run: Run) -> dict[str, Any]:
     """What the runs that were set aside spent, each alone and all with this one's whole plan."""
     covered = {entry["trajectory_digest"] for entry in run.extended}
-    runs, plans = [], []
+    runs, plans, units = [], [], {run.args.privacy_unit}
     for path in sorted(run.output_dir.glob(f"{NAME}*/{LEDGER_NAME}")):
         ledger = Trajectory.load(path)
         if not ledger.releases or ledger.digest() in covered:
@@ -140,12 +140,13 @@ def _spent(run: Run) -> dict[str, Any]:
         report = PrivacyReport.from_header(ledger.header, steps=steps, delta=run.delta, plan=plan)
         plans += [*plan.after, (replace(plan, after=()), steps)]
         facts = {"folder": path.parent.name, "method": plan.mechanism.name, "steps": steps}
+        units.add(report.privacy_unit)
         spent = report.epsilon if report.private else None
         runs.append({**facts, "planned_steps": plan.steps, "epsilon": spent})
     if not runs:
         return {}
     together = None
-    if all(entry["epsilon"] is not None for entry in runs):
+    if len(units) == 1 and all(entry["epsilon"] is not None for entry in runs):
         with suppress(ValueError):  # of other rows, or another relation
             together = replace(run.plan, after=(*run.plan.after, *plans)).epsilon(run.delta)
     return {"runs": runs, "epsilon": together}

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 METRICS = ("exact_match", "accuracy")
 """What is counted where `metric` is not given: the first that `compute_metrics` returns."""
 
-ROWS = "the rows for private evaluation"
 TRAINED_ON = (
     "the private evaluation rows hold rows of train_dataset, whose epsilons add up: pass "
     "trained_on=True (--trained_on) to say so in the record, or give rows that were held out."
@@ -106,7 +105,7 @@ def evaluate_privately(
         released=mechanism.release(right, noise, len(earlier)),
     )
     append_evaluation(self.output_dir, evaluation)
-    self._evaluated_privately = [*self._evaluated_privately, PrivateRows(made, EVALUATED, ROWS)]
+    self._evaluated_privately = [*self._evaluated_privately, PrivateRows(made, EVALUATED, None)]
     return evaluation
 
 
@@ -133,10 +132,10 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
             f"evaluate_privately was given a {type(dataset).__name__}: give one data set with at least "
             "one row, and with a length."
         )
-    PrivateRows(made, PUBLIC, ROWS).refuse(trainer.eval_dataset)
+    PrivateRows(made, PUBLIC, None).refuse(trainer.eval_dataset)
     known = [trainer.train_dataset, *(rows.dataset for rows in trainer._private_rows)]
     for private in () if trained_on else known:
-        PrivateRows(private, TRAINED_ON).refuse(made)
+        PrivateRows(private, TRAINED_ON, None).refuse(made)
     check_layers(trainer.model)
     check_widths(trainer.model)
     check_kernels_are_fixed(trainer.args.device.type)

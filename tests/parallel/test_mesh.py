@@ -115,13 +115,16 @@ def test_directions_that_may_go_through_one_pass_are_not_shared(monkeypatch, kin
     monkeypatch.setattr(mesh, "active", lambda: True)
     args = SimpleNamespace(
         performance=Performance(), world_size=2, num_directions=8, first_order=False,
-        clipping="fixed", method="dpzero", differences=kind, process_index=0,
+        clipping="fixed", method="dpzero", differences=kind, process_index=0, unit_column=None,
     )  # fmt: skip
     size = copies * 6 * 4  # bytes of the weights and biases below
     for limit, shares in ((size, 1), (size - 1, 2)):
         monkeypatch.setattr(mesh, "STACK_BYTES", limit)
         found = choose_mesh(args, torch.nn.Linear(2, 2), lambda rows: 1.0, False)
         assert found.directions == shares
+        args.unit_column = "who"  # whose rows the processes of one share might order differently
+        assert choose_mesh(args, torch.nn.Linear(2, 2), lambda rows: 1.0, False).directions == 1
+        args.unit_column = None
 
 
 @pytest.mark.parametrize(
@@ -131,13 +134,14 @@ def test_directions_that_may_go_through_one_pass_are_not_shared(monkeypatch, kin
         (4, {"world_size": 4}, "at most num_directions"),
         (2, {"first_order": True}, "no directions"),
         (2, {"clipping": "averaged"}, "groups go to processes"),
+        (2, {"unit_column": "who"}, "units go to processes whole"),
         (2, {"sharded": True}, "under FSDP"),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(asked, settings, words):
     usual = {
         "world_size": 2, "num_directions": 2, "first_order": False, "clipping": "fixed",
-        "method": "dpzero", "process_index": 0, "sharded": False,
+        "method": "dpzero", "process_index": 0, "sharded": False, "unit_column": None,
     }  # fmt: skip
     performance = Performance(direction_parallel_size=asked)
     args = SimpleNamespace(performance=performance, **{**usual, **settings})

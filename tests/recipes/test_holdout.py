@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -107,13 +108,39 @@ def test_held_out_rows_that_are_not_known_again_are_refused(trained, tmp_path, c
 def test_a_run_that_extends_another_holds_the_same_rows_out(trained, tmp_path, capsys):
     words = [str(trained / "r.yaml"), "--extends_run", str(trained / "out")]
     words += ["--model_name_or_path", str(trained / "out"), "--target_epsilon", "8"]
+    record = trained / "out" / "private_evaluations.jsonl"
+    assert evaluate(trained) == 0
+    for target in (tmp_path / "more", trained / "out"):  # what was evaluated is not so anew
+        assert main.main(["train", *words, "--output_dir", str(target)]) == 2
+        assert "private evaluations on record" in capsys.readouterr().err
+    record.rename(tmp_path / "record.jsonl")
     assert main.main(["train", *words, "--output_dir", str(tmp_path / "more")]) == 0
     first, second = (f / "_private" / "holdout.json" for f in (trained / "out", tmp_path / "more"))
     assert second.read_text() == first.read_text()
     first.rename(tmp_path / "key.json")
     assert main.main(["train", *words, "--output_dir", str(tmp_path / "other")]) == 2
     (tmp_path / "key.json").rename(first)
+    (tmp_path / "record.jsonl").rename(record)
     assert "held no rows out" in capsys.readouterr().err
+
+
+def test_rows_that_a_run_trained_on_are_never_held_out_afterwards(trained, tmp_path, capsys):
+    """Another share is refused before it is written down; a run on all rows leaves none to evaluate."""
+    folder = tmp_path / "again"
+    shutil.copytree(trained / "out", folder)
+    (folder / "private_evaluations.jsonl").unlink(missing_ok=True)
+    key, again = folder / "_private" / "holdout.json", ["--output_dir", str(folder)]
+    before = key.read_text()
+    assert main.main(["train", str(trained / "r.yaml"), *again, "--holdout", "0.7"]) == 2
+    assert "rows that it trained on would be held out now" in capsys.readouterr().err
+    assert key.read_text() == before
+    rows(range(60, 70)).to_json(tmp_path / "public.jsonl")
+    public = ["--validation_file", str(tmp_path / "public.jsonl"), "--class_names", "null"]
+    assert main.main(["train", str(trained / "r.yaml"), *again, "--holdout", "0", *public]) == 0
+    capsys.readouterr()
+    words = ["--model_name_or_path", str(folder), "--epsilon", "0.5"]
+    assert main.main(["evaluate", str(trained / "r.yaml"), *words]) == 2
+    assert "is of a run on 60 units of privacy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

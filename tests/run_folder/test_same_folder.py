@@ -138,6 +138,19 @@ def test_a_run_with_noise_that_is_not_secret_has_no_epsilon_to_add(tmp_path: Pat
     assert "steps of dpzero, NOT PRIVATE" in str(private.privacy_report())
 
 
+def test_epsilons_for_different_units_are_not_added_up(tmp_path: Path) -> None:
+    """Twenty people, then twenty topics: a person's rows lie in several topics."""
+    data = tiny_data(60).add_column("who", [i // 3 for i in range(60)])
+    data = data.add_column("topic", [i % 20 for i in range(60)])
+    given = {**SAVED, "expected_batch_size": 4, "data": data}
+    for unit in ("who", "topic", "topic"):
+        trainer = build(tmp_path, unit_column=unit, **given)
+        trainer.train()
+        trainer.save_model()
+    assert trainer.privacy_report().set_aside["epsilon"] is None
+    assert len(trainer.privacy_report().set_aside["runs"]) == 2
+
+
 def test_a_run_that_starts_from_the_folder_is_refused(tmp_path: Path) -> None:
     first = build(tmp_path, **SAVED)
     first.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,8 @@ def test_disjoint_rows_take_the_larger_epsilon_and_shared_rows_the_sum(tmp_path)
     assert f"With the training: epsilon = {round_up(report.epsilon)}" in together(report, [small])
     assert "With the training: epsilon = 7.125, delta = 0.001" in together(report, [small, large])
     shared = trainer.evaluate_privately(trainer.train_dataset, 0.125, trained_on=True)
+    of_units = dataclasses.replace(report, privacy_unit="who with all its rows")
+    assert "for another unit" in together(of_units, [small])
     whole = float(together(report, [shared]).split("too: epsilon = ")[1].split(",")[0])
     assert report.epsilon + 0.125 <= whole < report.epsilon + 0.127
 
@@ -143,6 +146,14 @@ def test_rows_of_the_other_kind_are_refused(tmp_path):
         trainer.evaluate_privately(trainer.train_dataset.select(range(20)), 0.5)
     with pytest.raises(ValueError, match="published without noise"):
         trainer.evaluate_privately(trainer.eval_dataset, 0.5)
+    one_of_many = concatenate_datasets([data, trainer.train_dataset.select([7])])
+    with pytest.raises(ValueError, match="trained_on=True"):  # a single row, too
+        trainer.evaluate_privately(one_of_many, 0.5)
+    public = trainer.eval_dataset
+    trainer.eval_dataset = concatenate_datasets([public, data.select([3])])
+    with pytest.raises(ValueError, match="published without noise"):
+        trainer.evaluate_privately(data, 0.5)
+    trainer.eval_dataset = public
     assert not (tmp_path / EVALUATIONS_FILE).exists()
     trainer.evaluate_privately(data, 0.5)
     for public in (trainer.evaluate, trainer.predict):
