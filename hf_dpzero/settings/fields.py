@@ -113,7 +113,9 @@ class OwnFields:
     max_rows_per_unit: int | None = setting(
         None,
         "m, rows of a unit in a step at most, drawn anew in each; their mean is clipped once",
-        Allowed(f"an integer from 1 to {MOST_ROWS}", lambda x: COUNT.holds(x) and x <= MOST_ROWS),
+        Allowed(
+            f"an integer from 1 to {MOST_ROWS}", lambda x: COUNT.holds(x) and x <= MOST_ROWS, int
+        ),
         privacy="nothing; rows are clipped at C / (1 + m / 256)",
         time="the more, the more rows a step evaluates",
         none=f"{ROWS_PER_UNIT} where there is a `unit_column`",

@@ -37,6 +37,7 @@ BAD = {
     "performance.direction_parallel_size": (0, -1, 1.5),
     "max_length": (0, -1, 1.5),
     "max_batch_size": (0, 1.5),
+    "max_rows_per_unit": (0, 1.5, 257),
     "correlated_noise.bands": (0, 1.5),
     "correlated_noise.hold_direction_for": (0, -1, 1.5),
     "group_robust.loss_bound": (0.0, -1.0, NAN, INF),
