@@ -30,7 +30,9 @@ class LogicalBatch(TypedDict):
     step: int
     microbatches: list[Mapping[str, Tensor]]
     examples: list[int]  # rows of each microbatch that count; the others only fill it up
-    groups: list[int]  # of each example that counts, averaged clipping: its group; units: its code
+    groups: list[
+        int
+    ]  # of each example that counts: its group or unit (of losses its code), or none
     row_groups: list[int]  # group-robust training: the group of each example that counts, in order
     batch_digest: int  # `fingerprint` of the step and of what every process takes
 
@@ -182,9 +184,10 @@ class StepBatches(Dataset):
     def _of_units(self, step: int, units: Units, chosen: np.ndarray) -> LogicalBatch:
         """The batch of units, each whole on one process, in a secret order of their rows."""
         rows, codes = units.drawn(chosen, step, self.key)
-        shares = units.share_of(codes // MOST, self.shares, self.key)
+        unit = codes // MOST
+        shares = units.share_of(unit, self.shares, self.key)
         if self.gradients:
-            return self._in_groups(step, rows, codes, codes // MOST, shares)
+            return self._in_groups(step, rows, unit, unit, shares)
         order = place_order(len(rows), step, self.key)
         rows, codes, shares = rows[order], codes[order], shares[order]
         return self._in_groups(step, rows, codes, 0 * codes, shares)

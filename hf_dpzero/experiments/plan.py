@@ -121,11 +121,9 @@ def count_rows(recipe: Recipe, given: int | None = None) -> RowCounts:
     labels = None if names is None else len(names)
     here = _rows_that_are_here(recipe, labels)
     if here is not None and data.holdout:  # which rows is drawn when a run begins
-        kept, about = (
-            round((here.train or 0) * (1 - data.holdout)),
-            f"holdout={data.holdout}, about",
-        )
-        here = dataclasses.replace(here, train=kept, source=f"{here.source}; {about}")
+        kept = round((here.train or 0) * (1 - data.holdout))
+        source = f"{here.source}; holdout={data.holdout}, about"
+        here = dataclasses.replace(here, train=kept, source=source)
     if here is not None:
         if given is not None and given != here.train:
             raise ValueError(

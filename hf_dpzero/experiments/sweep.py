@@ -221,10 +221,8 @@ def prepare(settings: SweepSettings) -> Prepared:
             "holdout in a sweep: each run would hold other rows out; split the file once."
         )
     task = build_task(recipes[0].data)
-    n, own = (
-        num_units(task.splits["train"], recipes[0].training),
-        getattr(task, "metric", "accuracy"),
-    )
+    n = num_units(task.splits["train"], recipes[0].training)
+    own = getattr(task, "metric", "accuracy")
     metric = f"eval_{own}" if settings.metric in (None, own) else str(settings.metric)
     if not metric.startswith("eval_") or not public_results({metric: 0.0}):
         raise ValueError(

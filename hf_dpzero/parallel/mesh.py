@@ -221,7 +221,7 @@ def choose_mesh(
         ),
         (averaged, "with clipping='averaged', whose groups go to processes whole: leave it out."),
         (
-            whole and not averaged,
+            args.unit_column is not None,
             "with unit_column, whose units go to processes whole: leave it out.",
         ),
     )

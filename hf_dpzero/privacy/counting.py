@@ -97,9 +97,8 @@ class PrivateCount:
         from scipy.optimize import brentq
         from scipy.stats import binom
 
-        spread = 5 * math.sqrt(
-            rows
-        )  # beyond it lies less than 4 exp(-50), by Hoeffding's inequality
+        # Beyond it lies less than 4 exp(-50), by Hoeffding's inequality.
+        spread = 5 * math.sqrt(rows)
 
         def excess(share: float) -> float:
             low, high = math.floor(rows * share - spread), math.ceil(rows * share + spread)

@@ -67,6 +67,7 @@ def hold_out(splits: datasets.DatasetDict, recipe: Recipe) -> None:
                 "they were, or take another output_dir."
             )
         stored["rows"] = _move(splits, **stored)
+        _refuse_other_rows(recipe.output_dir, splits["train"], args.unit_column)
         if args.should_save:
             write_for_owner(file, json.dumps(stored))
 
@@ -78,7 +79,7 @@ def held_out(splits: datasets.DatasetDict, folder: Path) -> None:
       ValueError: it held none out, or they are other ones now, so that some may have been trained on.
     """
     file = folder / FOLDER / HOLDOUT_FILE
-    if not file.is_file():
+    if not (file.is_file() and (folder / LEDGER_NAME).is_file()):
         raise ValueError(
             f"{file} is missing: the run there held no rows out (holdout: 0.1 of its recipe), or is a "
             "copy without its keys. --private_file names rows to evaluate."
@@ -90,15 +91,24 @@ def held_out(splits: datasets.DatasetDict, folder: Path) -> None:
             "read otherwise. Load it as it was when the run began; else rows that were trained on would "
             "be evaluated."
         )
-    # Of one key, sides of other shares differ in number.
-    train, column = splits["train"], stored["unit_column"]
+    _refuse_other_rows(folder, splits["train"], stored["unit_column"])
+
+
+def _refuse_other_rows(folder: Path, train: datasets.Dataset, column: str | None) -> None:
+    """Refuses rows held out where a run in the folder, or one set aside there, was not on the others.
+
+    Of one key, sides of other shares differ in number, so numbers are compared.
+    """
     kept = len(train) if column is None else len(set(column_values(train, column) or ()))
     for ledger in (folder / LEDGER_NAME, *folder.glob(f"{EARLIER}*/{LEDGER_NAME}")):
+        if not ledger.is_file():
+            continue
         trained = Trajectory.load(ledger).header["plan"]["sampler"]["num_examples"]
         if trained != kept:
             raise ValueError(
-                f"{ledger} is of a run on {trained} units of privacy, and {file} leaves {kept} for "
-                "training: rows that were trained on would be evaluated. --private_file names others."
+                f"{ledger} is of a run on {trained} units of privacy, and holdout leaves {kept} for "
+                "training: rows that it trained on would be evaluated. Take another output_dir, or to "
+                "evaluate, --private_file with other rows."
             )
 
 

@@ -183,9 +183,8 @@ class PromptTask(ABC):
     def _say_what_is_cut(self, split: str, cut: int, rows: int) -> None:
         limit = f"more than max_seq_length={self.data.max_seq_length} tokens"
         end = f"cut at the end of their {self.prompt.passage or 'longest field'}"
-        if (
-            split != "validation"
-        ):  # a count of private rows, even 0, would be published with the logs
+        # A count of private rows, even 0, would be published with the logs.
+        if split != "validation":
             logger.info(f"{split} prompts of {limit} are {end}; raise it to keep them whole.")
         elif cut:
             logger.warning(f"{cut} of {rows} {split} prompts have {limit}: they are {end}.")

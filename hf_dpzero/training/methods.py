@@ -55,7 +55,6 @@ from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
-from hf_dpzero.privacy.mechanisms.base import MOST_ROWS
 from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.folder import discard_unused
@@ -400,8 +399,7 @@ class FirstOrderMethod:
         if self.run.units is not None or self.run.args.clipping == "averaged":
             # Microbatches of one group follow each other, and none has examples of two.
             last = itertools.accumulate(batch["examples"])
-            size = 1 if self.run.units is None else MOST_ROWS
-            paired = zip((batch["groups"][end - 1] // size for end in last), parts, strict=True)
+            paired = zip((batch["groups"][end - 1] for end in last), parts, strict=True)
             by_group = itertools.groupby(paired, key=operator.itemgetter(0))
             parts = [[part for _, part in group] for _, group in by_group]
         row_groups = batch["row_groups"]

@@ -141,6 +141,9 @@ def test_rows_that_a_run_trained_on_are_never_held_out_afterwards(trained, tmp_p
     words = ["--model_name_or_path", str(folder), "--epsilon", "0.5"]
     assert main.main(["evaluate", str(trained / "r.yaml"), *words]) == 2
     assert "is of a run on 60 units of privacy" in capsys.readouterr().err
+    for _ in range(2):  # nor does a run begin whose held-out rows could not be evaluated
+        assert main.main(["train", str(trained / "r.yaml"), *again]) == 2
+        assert "is of a run on 60 units of privacy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
