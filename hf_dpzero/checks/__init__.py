@@ -3,7 +3,7 @@
 Promise: a run that could not be accounted, or that would break its guarantee, is refused before it
 releases anything; an error says what, the value and what to do. Private rows decide whether a run
 starts, and nothing that is released. May import: run_folder and the rooms below it. Start at `table`,
-which lists the checks in their order; docs/privacy.md has it as a page.
+which lists the checks in their order; docs/privacy_reference.md has it as a page.
 
 | file | what it answers |
 |---|---|

@@ -2,8 +2,8 @@
 
 Settings are checked where they are made (`settings`), weights that something else writes to between
 steps in `checks.between_steps`, and a base model against its name in `run_folder.base_model`. What
-guards against nobody but a user who wants to fool himself is not here: docs/privacy.md names it under
-"not covered".
+guards against nobody but a user who wants to fool himself is not here: docs/privacy_reference.md names
+it under "not covered".
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a run shows while it trains: one banner, one progress bar, no loss that nobody may see.
 
-The bar's times stay on the training machine (docs/privacy.md, "Threat model"); nothing here is saved.
+The bar's times stay on the training machine (docs/privacy_reference.md, "Threat model");
+nothing here is saved.
 """
 
 from __future__ import annotations

@@ -377,7 +377,7 @@ def test_what_nothing_can_see_is_the_first_caveat(tmp_path: Path) -> None:
     for found in (report(full_batch_plan()), report(mezo_plan()), report(earlier_runs=leaky)):
         assert "class weight counted on private labels" in found.caveats[0]
         assert "nothing here can see it" in found.caveats[0]
-    page = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "privacy_reference.md").read_text(encoding="utf-8")
     first = page.split("## What is not covered")[1].strip().split("\n- ")[0]
     assert "class weights" in first and "the report stays clean" in first
 

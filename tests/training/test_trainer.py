@@ -1,4 +1,4 @@
-"""The trainer end to end on tiny models: the invariances and refusals of docs/privacy.md."""
+"""The trainer end to end on tiny models: the invariances and refusals of docs/privacy_reference.md."""
 
 from __future__ import annotations
 
