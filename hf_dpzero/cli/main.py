@@ -1,11 +1,11 @@
-"""`hf-dpzero`: train, evaluate, plan, replay, verify, push, sweep, compare, federate and more: `--help`.
+"""`hf-dpzero`: train, evaluate, plan, audit, replay, verify, push, sweep, compare and more: `--help`.
 
 This module only parses words and dispatches; each command's work is in a module of `hf_dpzero.cli`,
 imported when it runs, so that `--help` is instant.
 
-Exit status: 0 done, 1 `verify` found a claim that does not hold, 2 a mistake in what was asked (one line
-on stderr, `--traceback` for more), 130 interrupted, 143 a `train` that SIGTERM ended with a whole
-checkpoint. Anything else is a bug and shows its traceback.
+Exit status: 0 done, 1 `verify` or `audit` found a claim that does not hold, 2 a mistake in what was
+asked (one line on stderr, `--traceback` for more), 130 interrupted, 143 a `train` that SIGTERM ended
+with a whole checkpoint. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Clean, Push, Verify
 MODULES = {
     "train": "train", "evaluate": "train", "plan": "plan", "replay": "release", "push": "release",
     "clean": "release", "verify": "release", "compare": "many_runs", "sweep": "many_runs",
-    "federate": "many_runs", "recipes": "start", "init": "start", "certificates": "start",
+    "federate": "many_runs", "audit": "audit", "recipes": "start", "init": "start",
+    "certificates": "start",
 }  # fmt: skip
 """Command -> the module that holds its `run_COMMAND`."""
 

@@ -104,6 +104,21 @@ class Plan(Options):
 
 
 @dataclass(kw_only=True)
+class Audit(Options):
+    """Attack what a recipe's plan would release, and bound the epsilon that it spends from below.
+
+    Exit status 1 where a bound at confidence 1 - 1e-6 passes the claim."""
+
+    recipe: str = _option(f"{_RECIPE}: its plan is audited, nothing is trained", positional=True)
+    num_examples: int | None = _option("n, rows of training data; a recipe's own if they are here")
+    runs: int = _option("of one step, on each of the two data sets", 40_000)
+    steps: int = _option("T, of the short run; of T steps there are runs / T runs", 8)
+    output_dir: str | None = _option(
+        "for audit.json and audit.png; default the recipe's and -audit"
+    )
+
+
+@dataclass(kw_only=True)
 class Compare(Options):
     """Train several methods on the same data and write a table and a plot."""
 
@@ -246,6 +261,7 @@ COMMANDS: dict[str, type[Options]] = {
         Train,
         Evaluate,
         Plan,
+        Audit,
         Replay,
         Verify,
         Push,

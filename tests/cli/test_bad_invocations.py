@@ -171,6 +171,8 @@ COMMANDS = [
     ("plan --num_examples 5", "max_steps is missing"),
     ("plan --recipe r.yaml --colour red", "unknown key 'colour'"),
     ("plan --recipe none.yaml", "recipe 'none.yaml' not found"),
+    ("audit none.yaml", "recipe 'none.yaml' not found"),
+    ("audit r.yaml --runs 10", "runs=10 show nothing"),
     ("recipes --task cola", "sst2"),
     ("init --train_file . --target_epsilon 1 --output new.yaml", "is a folder"),
     ("init --train_file empty.csv --target_epsilon 1 --output new.yaml", "is empty"),
