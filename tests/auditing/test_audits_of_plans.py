@@ -98,7 +98,7 @@ def unclipped(mechanism: ScalarMechanism, x: torch.Tensor) -> list[int]:
     "bug", ["none", "half of the noise", "no clip", "each direction clipped", "public seed"]
 )
 def test_planted_mistakes_are_refuted_and_sound_code_is_not(bug, monkeypatch):
-    mechanism, noise = scalar(k=2), InsecureSeededNoise(9)
+    mechanism, noise = scalar(k=4), InsecureSeededNoise(9)
     plan = plan_of(mechanism).calibrate(epsilon=2.0, delta=DELTA)
     if bug == "half of the noise":
         noise = Halved(9)
