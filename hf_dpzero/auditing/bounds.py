@@ -59,12 +59,12 @@ def upper_limit(errors: np.ndarray | int, trials: int, alpha: float) -> np.ndarr
 
 
 def epsilon_of_rates(fpr: np.ndarray, fnr: np.ndarray, delta: float) -> np.ndarray:
-    """Returns the larger epsilon of the two inequalities above, at least 0.
+    """Returns the larger epsilon of the two inequalities above, at least 0; both rates are above 0.
 
     >>> round(float(epsilon_of_rates(np.array(0.1), np.array(0.2), delta=0.1)), 6)  # log(0.7 / 0.1)
     1.94591
     """
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore"):  # the logarithm of 0
         shares = [np.log(np.maximum(1 - delta - a, 0) / b) for a, b in ((fnr, fpr), (fpr, fnr))]
     return np.maximum(np.maximum(*shares), 0.0)
 

@@ -68,12 +68,14 @@ class Neighbours:
     """A step's sum and its release without noise, in three cases: no canary, and either data set's.
 
     Attributes:
+      mechanism: the plan's.
       sums: three lists of integers, as `clip_sum` returns them.
       means: [3, V].
       scale: of the stated noise on each released number, [V].
       laplace: whether that noise is Laplace's.
     """
 
+    mechanism: ScalarMechanism | AdaptiveScalarMechanism
     sums: tuple[Sequence[int], ...]
     means: np.ndarray
     scale: np.ndarray
@@ -108,7 +110,7 @@ def neighbours_of(plan: PrivacyPlan) -> Neighbours:
     if isinstance(mechanism, AdaptiveScalarMechanism):
         count = mechanism.clip_count_noise * (1 + mechanism.rows_per_unit * COUNT_DISPLACEMENT)
         scale[-1] = count / mechanism.divisor
-    return Neighbours(sums, means, scale, laplace)
+    return Neighbours(mechanism, sums, means, scale, laplace)
 
 
 def audited_plan(plan: PrivacyPlan, steps: int, every_row: bool) -> PrivacyPlan:
@@ -178,11 +180,11 @@ def scores(
     blocks, first = _InBlocks(noise), int(with_row) * runs * plan.steps
     for place, drawn in enumerate(_drawn(plan, runs, key + bytes([with_row]))):
         total, of = pair.sums[case if drawn else 0], divmod(place, plan.steps)
-        released[of] = plan.mechanism.release(total, first + place, blocks)
+        released[of] = pair.mechanism.release(total, first + place, blocks)
     if again:
         blocks = _InBlocks(noise)
         for place in range(runs * plan.steps):
-            nothing = plan.mechanism.release(pair.sums[0], first + place, blocks)
+            nothing = pair.mechanism.release(pair.sums[0], first + place, blocks)
             released[divmod(place, plan.steps)] -= nothing - pair.means[0]
     return pair.log_ratio(released, q).sum(axis=1)
 

@@ -80,7 +80,7 @@ def test_sound_plans_hold_and_their_bounds_are_not_empty(name):
     found = audit(plan, DELTA, RUNS // plan.steps, InsecureSeededNoise(5), KEY)
     # Without a Gaussian trade-off only the rates at one threshold count. A replaced row that is far
     # above the clip leaves the count of clipped rows as it is, and what that costs here is a third.
-    share = {"laplace": 0.3, "sampled": 0.3, "replaced, adaptive": 0.6}.get(name, 0.7)
+    share = {"laplace": 0.3, "sampled": 0.2, "replaced, adaptive": 0.6}.get(name, 0.7)
     assert found.holds and found.bounds[0].epsilon > share * found.claim
 
 
@@ -140,7 +140,7 @@ def test_the_ratio_of_a_sampled_step_by_hand():
     mechanism = scalar(0.5, expected_batch_size=2)
     pair = neighbours_of(plan_of(mechanism, sampler=sampler))
     mean, deviation = mechanism.radius / 2, 0.5 * 4.0 / 2
-    assert pair.means.tolist() == pytest.approx([[0], [0], [mean]]) and pair.scale == [deviation]
+    assert pair.means.ravel().tolist() == pytest.approx([0, 0, mean]) and pair.scale == [deviation]
     value = 1.3
     ratio = math.exp((value**2 - (value - mean) ** 2) / (2 * deviation**2))
     assert pair.log_ratio(np.array([value]), 0.5) == pytest.approx(math.log((1 + ratio) / 2))

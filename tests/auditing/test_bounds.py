@@ -41,7 +41,7 @@ def test_the_bound_is_that_of_two_clopper_pearson_limits(confidence, fp, fn, del
 
 
 def test_rates_that_show_nothing_bound_nothing():
-    fpr, fnr = np.array([0.5, 1.0, 0.9]), np.array([0.5, 0.0, 0.9])
+    fpr, fnr = np.array([0.5, 1.0, 0.9]), np.array([0.5, 0.01, 0.9])
     assert epsilon_of_rates(fpr, fnr, 1e-5).tolist() == [0, 0, 0]
     assert mu_of_rates(fpr, fnr).tolist()[0] == 0 and mu_of_rates(fpr, fnr)[2] == 0
     same = np.random.default_rng(1).normal(size=2000)
