@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Sequence
 
 import hf_dpzero
-from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Clean, Push, Verify
+from hf_dpzero.cli.options import COMMANDS, OVERRIDES, Budget, Clean, Push, Verify
 
 MODULES = {
     "train": "train", "evaluate": "train", "plan": "plan", "replay": "release", "push": "release",
-    "clean": "release", "verify": "release", "compare": "many_runs", "sweep": "many_runs",
-    "federate": "many_runs", "audit": "audit", "recipes": "start", "init": "start",
+    "clean": "release", "verify": "release", "budget": "release", "compare": "many_runs",
+    "sweep": "many_runs", "federate": "many_runs", "audit": "audit", "recipes": "start", "init": "start",
     "certificates": "start",
 }  # fmt: skip
 """Command -> the module that holds its `run_COMMAND`."""
@@ -68,7 +68,8 @@ def _dispatch(words: list[str]) -> int:
     values = vars(parsed)
     command = values.pop("command")
     arguments = COMMANDS[command](**values, overrides=overrides)
-    if overrides and command in ("push", "clean", "verify", "recipes", "init", "certificates"):
+    bare = ("push", "clean", "verify", "budget", "recipes", "init", "certificates")
+    if overrides and command in bare:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     module = importlib.import_module(f"hf_dpzero.cli.{MODULES[command]}")
     return int(getattr(module, f"run_{command}")(arguments) or 0)
@@ -89,7 +90,7 @@ def _build_parser() -> argparse.ArgumentParser:
             name,
             help=f"{summary[0].lower()}{summary[1:].rstrip('.')}",
             description=summary,
-            epilog=None if options in (Push, Clean, Verify) else OVERRIDES,
+            epilog=None if options in (Push, Clean, Verify, Budget) else OVERRIDES,
             allow_abbrev=False,
         )
         hints = typing.get_type_hints(options)

@@ -198,6 +198,21 @@ class Verify(Options):
 
 
 @dataclass(kw_only=True)
+class Budget(Options):
+    """Show a budget file: what all releases about a data set cost together, and what is left.
+
+    With --epsilon and --delta make one; `budget_file` of a recipe names it."""
+
+    file: str = _option("of JSON lines, appended by runs", positional=True)
+    epsilon: float | None = _option(
+        "of all releases together, at most; makes the file", metavar="E"
+    )
+    delta: float | None = _option("at which they are all stated", metavar="D")
+    neighboring_relation: str = _option("of all of them", "add_or_remove_one")
+    privacy_unit: str = _option("what it protects one of, as reports name it", "example")
+
+
+@dataclass(kw_only=True)
 class Push(Options):
     """Publish a run on the Hub with its privacy card."""
 
@@ -264,6 +279,7 @@ COMMANDS: dict[str, type[Options]] = {
         Audit,
         Replay,
         Verify,
+        Budget,
         Push,
         Clean,
         Sweep,

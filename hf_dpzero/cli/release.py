@@ -8,17 +8,17 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dpzero.cli.options import Clean, Push, Replay, Verify
+from hf_dpzero.cli.options import Budget, Clean, Push, Replay, Verify
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
-from hf_dpzero.reporting import hub
+from hf_dpzero.reporting import budget_file, hub
 from hf_dpzero.reporting.evidence import UNCHECKED, NotChecked, findings, page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import resolve_path
@@ -58,6 +58,18 @@ def run_clean(arguments: Clean) -> None:
         print("removed" if arguments.yes else "nothing was removed: --yes removes what is listed")
     if staying := [left for left in left_on_disk(folder) if not left.goes]:
         print("what stays:", *staying, sep="\n")
+
+
+def run_budget(arguments: Budget) -> None:
+    """Prints what a budget file holds; with a ceiling it makes the file first."""
+    if (arguments.epsilon, arguments.delta) != (None, None):
+        if arguments.epsilon is None or arguments.delta is None:
+            raise ValueError("--epsilon and --delta make a budget file together; give both.")
+        known = {
+            field.name: getattr(arguments, field.name) for field in fields(budget_file.Ceiling)
+        }
+        budget_file.create(arguments.file, budget_file.Ceiling(**known))
+    print(budget_file.read(arguments.file))
 
 
 def run_replay(arguments: Replay) -> None:

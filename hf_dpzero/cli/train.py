@@ -222,6 +222,7 @@ def _evaluate_privately(
     recipe: Recipe, task: AnyTask, base: str, folder: Path, arguments: Evaluate
 ) -> tuple[dict[str, Any], str]:
     """Releases the count of right answers; in numbers and words, with what all on record cost."""
+    from hf_dpzero.reporting.budget_file import read
     from hf_dpzero.reporting.private_evaluations import evaluations_in, together
 
     report, step, model = None, None, Path(recipe.model.model_name_or_path)
@@ -237,8 +238,10 @@ def _evaluate_privately(
         trained_on=arguments.trained_on,
         step=step,
     )
-    spent = together(report, evaluations_in(folder))
-    return {**made.results(), "together": spent}, f"{made}\n  {'together':<12}{spent}"
+    spent, said = together(report, evaluations_in(folder)), ""
+    if (file := trainer.args.budget_file) is not None:
+        said = f"\n  {'budget':<12}{str(read(file)).splitlines()[0]}"
+    return {**made.results(), "together": spent}, f"{made}\n  {'together':<12}{spent}{said}"
 
 
 def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str, Any]:

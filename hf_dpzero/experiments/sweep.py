@@ -42,7 +42,7 @@ SECRET_FOLDER = "_private"  # Trainer's own Hub upload ignores names that start 
 
 _NEVER = (
     "output_dir", "resume_from_checkpoint", "push_to_hub", "hub_model_id", "hub_token", "testing",
-    "base_is_public", "extends_run",
+    "base_is_public", "extends_run", "budget_file",
 )  # fmt: skip
 _BUDGET = ("target_epsilon", "target_delta", "noise_multiplier", "accountant")
 _EVENT = (
@@ -184,6 +184,12 @@ def _check(settings: SweepSettings) -> None:
                 raise ValueError(f"{name} may not be in a {settings.tuning} grid: {reason}")
     if composed:
         training = settings.load(settings.points[0]).training
+        if settings.secret and training.budget_file is not None:
+            raise ValueError(
+                f"budget_file={training.budget_file!r} with --selection random: each trial would be an "
+                "entry, which tells the secret number of trials. Use --selection all, where each trial "
+                "pays; or leave it out, and train with best.yaml elsewhere."
+            )
         for name in ("sampler_key", "insecure_noise_seed", "log_private_diagnostics"):
             if (value := getattr(training.testing, name)) not in (None, False):
                 raise ValueError(
@@ -231,6 +237,8 @@ def prepare(settings: SweepSettings) -> Prepared:
             "training rows, times or memory, which tell what rows a step drew."
         )
     common: dict[str, Any] = {"push_to_hub": False, "disable_tqdm": True}
+    if settings.tuning == "public":
+        common["budget_file"] = None  # is for the rows of best.yaml
     if settings.secret:
         common["report_to"] = ["none"]  # no loser's metrics leave for a tracking service
     if settings.tuning != "composed":

@@ -66,6 +66,10 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
     "group_robust.column": ((None,), "clients do not know each other's groups; leave it out"),
     "unit_column": ((None,), "clients draw rows; give each person a client, or leave it out"),
     "extends_run": ((None,), "clients keep ledgers of their own and extend no run; leave it out"),
+    "budget_file": (
+        (None,),
+        "each client spends on rows of its own, and the server's file knows none of them; leave it out",
+    ),
     "testing.sampler_key": ((None,), "each client draws its own, known to nobody; leave it out"),
     "testing.log_private_diagnostics": ((False,), "they stay on the client; leave it out"),
 }

@@ -14,5 +14,6 @@ Start at `privacy_report.PrivacyReport`, then `hub.build_hub_folder`.
 | `provenance` | what was spent before on the base model and on the choice of settings |
 | `model_card`, `page` | what a card says, and `report.html` |
 | `public`, `hub` | what is public, what leaves the machine |
+| `budget_file` | what all releases about a data set spend together, and whether one more may |
 | `private_evaluations` | what private rows were evaluated with noise, and what that spent |
 """

@@ -31,6 +31,7 @@ from hf_dpzero.reporting.wording import (
     WEAK,
     Tuning,
     base_words,
+    budget_words,
     caveats,
     delta_words,
     federated_caveats,
@@ -54,7 +55,7 @@ REPORT_FILE = "privacy_report.json"
 _PACKAGES = ("hf-dpzero", "torch", "transformers", "dp-accounting", "opendp", "numpy")
 _REPEATED: Mapping[str, Any] = {
     "privacy_unit": EXAMPLE, "tuning": "none", "earlier_runs": [], "base_weights": NOT_COMPARED,
-    "learning_rate": None, "forward_passes": "", "processes": "", "set_aside": {},
+    "learning_rate": None, "forward_passes": "", "processes": "", "set_aside": {}, "budget": {},
 }  # fmt: skip
 """Entries of a ledger's header that the report repeats, and what stands for a missing one."""
 _RUN_ENTRY = {"folder": str, "private": bool, "statement": str}
@@ -108,6 +109,9 @@ class PrivacyReport:
       set_aside: `runs` that were made in the same folder before, and the `epsilon` of these and this
         run's whole plan together, if they are on the same rows; None where there is none. `epsilon` of
         the report does not cover them. {} where there were none.
+      budget: what `budget_file.pay` said when the run began: the `epsilon` of all `entries` of one
+        budget file, this run's whole plan included, and the `ceiling` at `delta`. {} for a run without
+        one, which knows of itself alone.
       base_weights: what the weights were at the start. "equal_to_named": those of the model that the
         configuration names, wherever that has them; "declared_public": something else, which the user
         declared public; "not_compared": nothing on this machine to compare with; "trained_before": of
@@ -161,6 +165,7 @@ class PrivacyReport:
     tuning: Tuning
     earlier_runs: list[dict[str, Any]]
     set_aside: dict[str, Any]
+    budget: dict[str, Any]
     base_weights: str
     forward_passes: str
     processes: str
@@ -326,8 +331,9 @@ class PrivacyReport:
           ValueError: a key is missing or unknown, or the values contradict each other.
         """
         # Keys that later versions added: an older report goes on being read.
-        older = {**dict.fromkeys(("groups", "forward_passes", "processes"), ""), "set_aside": {}}
-        since = {"learning_rate": None, "shipped_step": None, "average_last": 1}
+        older = dict.fromkeys(("groups", "forward_passes", "processes"), "")
+        since: dict[str, Any] = {"learning_rate": None, "shipped_step": None, "average_last": 1}
+        since |= {"set_aside": {}, "budget": {}}
         values = {**since, **older, **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))
@@ -421,6 +427,7 @@ class PrivacyReport:
             *([("base model", base_words(self.earlier_runs))] if self.earlier_runs else []),
             *(("says little", s.removeprefix(WEAK)) for s in self.caveats if s.startswith(WEAK)),
             *([("set aside", set_aside_words(self.set_aside))] if self.set_aside else []),
+            *([("budget", budget_words(self.budget))] if self.budget else []),
             ("not covered", f"{len(self.caveats)} caveats, listed in {REPORT_FILE}"),
         ]
 

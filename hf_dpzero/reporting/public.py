@@ -25,6 +25,7 @@ _SECRET_SETTING = re.compile(
 )
 _MACHINE_SETTINGS = (
     *("output_dir", "logging_dir", "resume_from_checkpoint", "hub_model_id", "extends_run"),
+    "budget_file",
     *("device_map", "offload_folder", "max_memory"),
 )
 _PATH_SETTINGS = (
@@ -39,7 +40,7 @@ _NESTED = {
 }
 OWN_SETTINGS = frozenset(
     """
-    accountant allow_fewer_per_class architecture base_is_public class_names clip clipping
+    accountant allow_fewer_per_class architecture base_is_public budget_file class_names clip clipping
     clipping_config components correlated_noise dataset_config_name dataset_name device_map differences
     direction expected_batch_size extends extends_run features group_robust head_init holdout init_seed
     keep_column label_column label_texts label_words learning_rate_is_final load_in_4bit

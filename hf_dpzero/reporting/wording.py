@@ -200,6 +200,15 @@ def set_aside_words(set_aside: Mapping[str, Any]) -> str:
     return f"{runs}; NOT COVERED by this epsilon: on the same rows, {added} for all together"
 
 
+def budget_words(paid: Mapping[str, Any]) -> str:
+    """What a report says of its entry in a budget file (its `budget`), for a table."""
+    return (
+        f"epsilon = {round_up(paid['epsilon'])} of {number(paid['ceiling'])} at delta = "
+        f"{delta_words(paid['delta'])}, of a budget file as this run began (entries: "
+        f"{paid['entries']}), its whole plan included"
+    )
+
+
 def base_words(earlier_runs: Sequence[Mapping[str, Any]]) -> str:
     """The runs that the base model came out of, in a few words, for a table."""
     names = (f"{run['folder']}{'' if run['private'] else ' (NOT PRIVATE)'}" for run in earlier_runs)
@@ -306,7 +315,8 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
     rest += [words for start in dict.fromkeys(starts) if (words := BASE_WEIGHTS[start])]
     rest += [_CHAIN_CAVEAT] if earlier else []
     blocks = [_BLOCKS_CAVEAT] if facts["privacy_unit"] == BLOCK else []
-    usual = [first, _search(tuning).caveat, *blocks, *rest, *of_base[leaky:]]
+    known = _search(tuning).caveat + ("" if facts.get("budget") else _ALONE)
+    usual = [first, known, *blocks, *rest, *of_base[leaky:]]
     own = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
     own += [_GROUPS_CAVEAT] if plan.groups is not None else []
     if isinstance(plan.noise_schedule, Given) or isinstance(plan.clip_schedule, GivenFactors):
@@ -362,6 +372,12 @@ _BLOCKS_CAVEAT = (
     "document may lie in many blocks. The guarantee is for one block, not for an example, a document or "
     "a person."
 )
+
+_ALONE = (
+    " Other releases about these rows (other runs, private evaluations) are not known here: budget_file "
+    "would count them."
+)
+"""Of a run without a budget file."""
 
 UNSEEN_CAVEAT = (
     "The loss, class weights, normalisation statistics, the vocabulary, the base model and the settings "

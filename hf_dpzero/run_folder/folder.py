@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,7 @@ from hf_dpzero.parallel.fsdp import on_first_of
 from hf_dpzero.parallel.mesh import mesh_words
 from hf_dpzero.perturbation.directions import new_key
 from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.reporting import budget_file
 from hf_dpzero.reporting.hub import FOLDER_NAME
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport, versions
 from hf_dpzero.reporting.provenance import check_extended, header_entries, worst_tuning
@@ -155,7 +157,8 @@ def check_folder(run: Run, checkpoint: str | None, resumes: bool) -> None:
 
     Raises:
       LedgerError: the ledger is missing, damaged or of another run, or a run there was interrupted; or
-        something was made by releases that the ledger does not hold.
+        something was made by releases that the ledger does not hold; or budget_file lacks its entry.
+      ValueError: budget_file has not enough left for a run that starts.
     """
     folder = run.output_dir
     path = folder / LEDGER_NAME
@@ -165,6 +168,7 @@ def check_folder(run: Run, checkpoint: str | None, resumes: bool) -> None:
             refuse_interrupted(folder)
             refuse_own_base(run)
             refuse_lost_releases(folder, Trajectory.load(path) if path.exists() else None)
+            _check_budget(run, None)
             return
         if not path.exists():
             own = folder if checkpoint is None else Path(checkpoint).resolve().parent
@@ -179,8 +183,39 @@ def check_folder(run: Run, checkpoint: str | None, resumes: bool) -> None:
             del header[name]
         with contextlib.closing(Trajectory.open(path, header)) as ledger:
             refuse_lost_releases(folder, ledger)
+            _check_budget(run, ledger.header)
 
     collectives.on_main(on_main, lambda: None)
+
+
+def _check_budget(run: Run, begun: Mapping[str, Any] | None) -> None:
+    """Refuses a run that its budget file cannot pay, or did not pay where it began (its header)."""
+    args = run.args
+    if args.budget_file is None:
+        return
+    budget = budget_file.read(args.budget_file)
+    folder = run.output_dir if begun is not None else args.extends_run
+    if folder is not None:
+        header = begun or Trajectory.load(Path(folder) / LEDGER_NAME).header
+        budget.check_holds(header.get("budget", {}).get("entry", ""), f"the run in {folder}")
+    if begun is None:
+        budget.epsilon_with(_charge(run))
+
+
+def _charge(run: Run) -> budget_file.Charge:
+    """What a budget file is charged for a run: all planned steps; refuses one that nothing bounds."""
+    report = report_of(run)
+    if not report.private:
+        raise ValueError(
+            f"budget_file={run.args.budget_file!r}: {report.statement} No budget pays for that: leave "
+            "budget_file out on rows that are public, or train privately."
+        )
+    return budget_file.Charge(
+        what="train",
+        name=run.output_dir.absolute().name,
+        privacy_unit=run.args.privacy_unit,
+        plan=replace(run.plan, after=()),  # which have entries of their own
+    )
 
 
 def start_or_resume(
@@ -241,6 +276,11 @@ def _start(run: Run, header: dict[str, Any]) -> RunState:
     own = seeded_key(run.args.seed, "directions")[:16].hex() if run.args.not_private else None
     header.setdefault("direction_key", own or f"{new_key():032x}")
     header["direction_key"] = collectives.shared(header["direction_key"])
+    if (budget := run.args.budget_file) is not None:
+        # Before there is a ledger: a crash in between leaves an entry without a run, and no run without.
+        header["budget"] = collectives.shared(
+            collectives.on_main(lambda: budget_file.pay(budget, _charge(run)), dict)
+        )
     ledger = collectives.on_main(
         lambda: Trajectory.create(path, header), lambda: Trajectory(header)
     )

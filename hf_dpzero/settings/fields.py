@@ -135,6 +135,15 @@ class OwnFields:
         "left",
         none="a run of its own",
     )
+    budget_file: str | None = setting(
+        None,
+        "file of one budget for all releases about these rows, made by `hf-dpzero budget FILE "
+        "--epsilon E --delta D`",
+        PATH,
+        privacy="a run is refused whose planned steps, with all that was paid before, would pass the "
+        "file's ceiling",
+        none="the report knows of this run alone",
+    )
     tuning: str = setting(
         "none",
         "how the settings were chosen, for the report; public: on public data",

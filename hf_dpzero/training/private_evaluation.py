@@ -15,7 +15,9 @@ from hf_dpzero.checks.model import check_kernels_are_fixed, check_layers, check_
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.privacy.counting import PrivateCount
-from hf_dpzero.privacy.noise import SecureNoise
+from hf_dpzero.privacy.noise import SecureNoise, is_seeded
+from hf_dpzero.reporting import budget_file as budgets
+from hf_dpzero.reporting.budget_file import Charge
 from hf_dpzero.reporting.private_evaluations import (
     PrivateEvaluation,
     append_evaluation,
@@ -52,6 +54,7 @@ def evaluate_privately(
     rows: str = "evaluation rows",
     trained_on: bool = False,
     step: int | None = None,
+    budget_file: str | None = None,
 ) -> PrivateEvaluation:
     """Releases how many private rows the model answers right, with exact discrete Laplace noise.
 
@@ -68,14 +71,30 @@ def evaluate_privately(
       rows: a public name of the data, for the record.
       trained_on: rows of train_dataset may be among them, and spend both epsilons.
       step: the weights are those after so many steps; default the run's own.
+      budget_file: pays for it, or it is refused; default that of the arguments.
 
     Raises:
-      ValueError: rows that are public or were trained on, no metric, several processes.
+      ValueError: rows that are public or were trained on, no metric, several processes, no budget left.
       OSError: the record cannot be written; nothing was released.
     """
     mechanism = PrivateCount(epsilon)  # of units with several rows: their number is its sensitivity
     made = _checked(self, dataset, trained_on)
     earlier = evaluations_in(self.output_dir)  # refuses a damaged record before minutes of passes
+    noise = getattr(self, "noise", None) or SecureNoise()
+    budget_file = budget_file or self.args.budget_file
+    charge = Charge(
+        what="evaluate_privately",
+        name=rows,
+        privacy_unit=self.args.privacy_unit,
+        epsilon=float(epsilon),
+    )
+    if budget_file is not None:
+        if is_seeded(noise.stated_name):
+            raise ValueError(
+                f"budget_file={budget_file!r} with {noise.stated_name}: noise that anybody can subtract "
+                "is not private, and no budget pays for it. Leave the seed out."
+            )
+        budgets.read(budget_file).epsilon_with(charge)  # before minutes of passes
     note_caches(self.output_dir, made)
     run, right = self._run, 0
     if run is not None and run.begun:
@@ -92,7 +111,8 @@ def evaluate_privately(
     if step is None and self.trajectory is not None:
         best = self.trajectory.shipped_step
         step = self.state.global_step if best is None else best
-    noise = getattr(self, "noise", None) or SecureNoise()
+    if budget_file is not None:
+        budgets.pay(budget_file, charge)
     evaluation = PrivateEvaluation(
         rows=rows,
         num_rows=len(made),

@@ -84,6 +84,7 @@ WITHOUT_ACCOUNT = {
     "correlated_noise.kind": "banded",
     "group_robust.column": "g",
     "extends_run": "out/before",
+    "budget_file": "rows.budget",
     "testing.sampler_key": "ab" * 32,
     "testing.log_private_diagnostics": True,
 }

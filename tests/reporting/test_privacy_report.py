@@ -35,7 +35,7 @@ KEYS = """
     sampling_probability expected_batch_size num_examples steps planned_steps shipped_step average_last
     noise_multiplier clip schedules groups direction num_directions learning_rate
     noise_source private method log_private_diagnostics tuning
-    earlier_runs set_aside base_weights forward_passes processes parts weights_digest statement
+    earlier_runs set_aside budget base_weights forward_passes processes parts weights_digest statement
     caveats versions
 """.split()  # noqa: SIM905
 
