@@ -244,15 +244,9 @@ def _placement(
     found = [forms.width_of(row) for row in evaluation_rows(run, _LOOKED_AT)]
     text = "input_ids" in first  # else sounds, whose widths are not tokens
     most, cut = (shapes.context_length, shapes.max_length) if text else (None, None)
-    widest = min([n for n in (most, cut) if n is not None] + [placing.WIDEST])
-
-    def in_steps(step: int) -> Placement:
-        of_public = [placing.bucket(width, most, cut, step) for width in found]
-        possible = placing.buckets(widest, most, cut, step) if text or not found else []
-        shares = placing.public_shares(of_public, possible)
-        return Placement(expected, sizes, shares, cost, tokens, step=step)
-
-    return min(map(in_steps, placing.STEPS), key=Placement.expected_tokens)
+    return placing.cheapest(
+        found, text, most, cut, expected=expected, sizes=sizes, cost=cost, tokens=tokens
+    )
 
 
 def _losses(

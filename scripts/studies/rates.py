@@ -28,7 +28,12 @@ from scripts.studies import harness, starters
 from scripts.studies.harness import Row
 
 TASKS = ("trec", "sst2", "sst5", "snli", starters.MESSAGES)
-INSIDE = {"precompute_features": False, "max_steps": 150, "expected_batch_size": 64}
+INSIDE = {
+    "precompute_features": False,
+    "max_steps": 200,
+    "num_directions": 8,
+    "expected_batch_size": 64,
+}
 LAST = r"layer\.[45]\."
 TRAINED: dict[str, dict[str, Any]] = {
     "head": {},

@@ -31,7 +31,7 @@ from scripts.studies.harness import Row, seed_by_seed
 
 MESSAGES = "messages"
 TASKS = ("trec", "sst5", "sst2", MESSAGES)
-MEASURED: dict[str, Any] = {"eval_strategy": "no", "report_to": "none", "use_cpu": True}
+MEASURED: dict[str, Any] = {"eval_strategy": "no", "report_to": "none"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from hf_dpzero.batches.placement import (
     Placement,
     bucket,
     buckets,
+    cheapest,
     pass_cost,
     pass_sequence,
     public_shares,
@@ -118,3 +119,18 @@ def test_small_models_pay_more_for_a_pass():
     offloaded = pass_cost("cuda", 13 * 10**9, True, arriving=26 * 10**9)
     # 26 GB at 25 GB/s, tokens of 26 GFLOP at 500 TFLOP/s; 400 to perturb, 231 to start
     assert round(offloaded) == 20_000 + 400 + 231
+
+
+def test_widths_are_joined_where_a_pass_costs_more_than_padding():
+    # lengths as of SST-2's prompts, rows cut at 96: a pass on an H100 costs 8,000 tokens
+    widths = [11 + i % 50 for i in range(500)]
+    given = {"expected": 64.0, "sizes": sizes_up_to(64), "tokens": None}
+    on = {
+        device: cheapest(
+            widths, True, 8192, 96, cost=pass_cost(device, 135_000_000, False), **given
+        )
+        for device in ("cpu", "cuda")
+    }
+    assert on["cuda"].step == 64 and on["cuda"].shares[64] > 0.99
+    assert on["cuda"].expected_passes() < 2 < 8 < on["cpu"].expected_passes()
+    assert on["cpu"].step in (8, 16)
