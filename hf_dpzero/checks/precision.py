@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,21 @@ def low_precision(model: nn.Module, args: DPZeroConfig) -> str:
     cause = low_precision_of(model)
     said = cause == PRODUCTS and args.tf32
     return " and ".join(causes if cause is None or said else [*causes, cause])
+
+
+@contextlib.contextmanager
+def whole_products() -> Iterator[None]:
+    """Takes float32 products in float32 inside, where `set_float32_matmul_precision` rules them."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # precision was set per backend, which this getter does not express
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def low_precision_of(model: nn.Module) -> str | None:

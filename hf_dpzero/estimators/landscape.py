@@ -59,7 +59,7 @@ def measure(
     """The landscape at theta, of public rows, in 2 `draws` + 3 passes over them.
 
     Args:
-      differences: of central kind, with the run's smoothing; theta settled, before and after.
+      differences: of central kind; theta settled, before and after.
       public: microbatches.
       draws: directions, none of which is one of a step.
 

@@ -33,6 +33,12 @@ R = grad'H grad / |grad|^2, for the mean over pairs of directions of g_k g_l u_k
 
 where R counts a quarter (`STEEP`). Clipping multiplies g and s by C / |x| and the noise not. h is at
 least g^2 + s^2, what it is for the log-likelihood of a model that is right.
+
+That gain is the first step's. T steps along K directions move each of d > K T weights at random, by
+alpha (K T (g^2 + s^2 / B + noise^2))^(1/2), a root of 3 less where the rate falls to zero. Pretrained
+weights may move by a share `MOVED` of their own size: at a third the accuracy of a small language model
+goes up and down, however little its loss curved at first (docs/results.md). Fewer weights than
+directions are learned, not moved at random, and adapters and fresh heads have no size of their own.
 """
 
 from __future__ import annotations
@@ -85,6 +91,9 @@ LEAST_SLOPE, ALONG, STEEP = 0.25, (0.05, 0.5), 0.25
 gradient as a share of that along a direction within these bounds, for few directions tell both roughly.
 A quarter of it counts: a step too far along the gradient comes back, and what is learned beside it
 gains."""
+
+MOVED = 0.15
+"""Random movement of the whole run, over the root mean square of the weights that are trained."""
 
 POSITIONS = 128
 """Tokens of a text, or frames of a sound, that layers below a pooled vector see."""
@@ -269,17 +278,26 @@ def rate_of_noise(
       alpha > 0.
     """
     slope = max(clip, slope or 0.0)
-    word = str(getattr(schedule, "value", schedule))
-    decay = math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
+    decay = _decay(schedule)
     return min(NOISE_SHARE * decay / (slope * noise), CURVED * directions / (slope * clip))
 
 
-def rate_on(landscape: Landscape, plan: PrivacyPlan) -> float:
-    """The rate at which the first step is expected to lower the loss most (see the module).
+def _decay(schedule: SchedulerType | str) -> float:
+    """The first rate over the root of the mean square of all steps' rates."""
+    word = str(getattr(schedule, "value", schedule))
+    return math.sqrt(3) if word.startswith(("linear", "cosine")) else 1.0
+
+
+def rate_on(
+    landscape: Landscape, plan: PrivacyPlan, schedule: SchedulerType | str, size: float = 0.0
+) -> float:
+    """The rate at which the first step gains most and all of them move weights little (see the module).
 
     Args:
       landscape: of public rows at the weights that training starts with.
-      plan: calibrated; its noise, K, B and clip count.
+      plan: calibrated; its noise, K, B, T and clip count.
+      schedule: `lr_scheduler_type`, a word or Hugging Face's enumeration.
+      size: root mean square of the weights that are moved at random; 0 where none are.
 
     Returns:
       alpha >= 0; 0 where the loss does not change along any direction.
@@ -295,8 +313,13 @@ def rate_on(landscape: Landscape, plan: PrivacyPlan) -> float:
     noise = mechanism.noise_multiplier * clip * run_deviation(plan) / batch / math.sqrt(plan.steps)
     curvature = max(curvature, slope + scatter)
     along = min(max(along, ALONG[0] * curvature), ALONG[1] * curvature)
-    bent = (slope + scatter / batch + (noise / kept) ** 2) * curvature
-    return slope / (kept * (bent + STEEP * (directions - 1) * slope * along))
+    square = slope + scatter / batch + (noise / kept) ** 2  # of what a direction is taken by
+    rate = slope / (square * curvature + STEEP * (directions - 1) * slope * along)
+    if size:
+        rate = min(
+            rate, MOVED * size * _decay(schedule) / math.sqrt(plan.steps * directions * square)
+        )
+    return rate / kept
 
 
 class Rate(NamedTuple):

@@ -22,7 +22,12 @@ from hf_dpzero.checks import passes
 from hf_dpzero.checks.between_steps import WeightsBetweenSteps
 from hf_dpzero.checks.data import SAMPLE, of_first_row
 from hf_dpzero.checks.passes import blank_microbatch, invented_rows, smallest_clip_and_scale
-from hf_dpzero.checks.precision import keep_layout_, low_precision
+from hf_dpzero.checks.precision import (
+    keep_layout_,
+    low_precision,
+    low_precision_of,
+    whole_products,
+)
 from hf_dpzero.checks.processes import check_strategy, check_weights
 from hf_dpzero.checks.public_rows import (
     check_differences,
@@ -156,10 +161,12 @@ class ZerothOrderMethod:
     def __init__(self, run: Run, state: Mapping[str, Any] | None) -> None:
         self.run = run
         self.space = space_from_header(run.model, run.header)
+        self._follow_most = math.inf
         if state is None:
             self.space.snap_()
         else:
             self.space.load_state_dict(state["grids"])
+            self._follow_most = state["follow_most"]
             if told := state["landscape"]:
                 run.landscape = Landscape(*told)
         self.lockstep = (
@@ -177,11 +184,10 @@ class ZerothOrderMethod:
         self._cheap = differences.stack is not None
         if state is None and "learning_rate" in run.chosen and not run.rate_said:
             found = self._landscape()
-            if (
-                found is not None
-                and 0 < (rate := rate_on(found, run.plan)) < run.args.learning_rate
-            ):
-                run.landscape, run.args.learning_rate = found, rate
+            if found is not None and (rate := self._rate_on(found)):
+                self._follow_most = max(1.0, rate / run.args.learning_rate)
+                if rate < run.args.learning_rate:
+                    run.landscape, run.args.learning_rate = found, rate
         self.step = ZerothOrderStep(
             mechanism=run.plan.mechanism,
             units=run.units is not None,
@@ -192,6 +198,7 @@ class ZerothOrderMethod:
             follow_clip=0
             if run.landscape
             else steps_that_follow(run.chosen, run.args.clipping, run.plan.steps),
+            follow_most=self._follow_most,
             mechanism_at=run.plan.scheduled,
             smoothing_at=smoothing_of_steps(run.args, run.plan.steps),
             # An update may wait only if weights are read between steps through forward(),
@@ -246,19 +253,24 @@ class ZerothOrderMethod:
         return differences
 
     def _landscape(self) -> Landscape | None:
-        """What public rows' losses do around theta.
+        """What public rows' losses do around theta, in float32.
 
-        None where there are no such rows, and in low precision, whose rounding hides curvature.
+        None where there are no such rows, and in half precision, whose rounding hides curvature.
         """
-        run, args = self.run, self.run.args
-        if low_precision(run.model, args):
-            return None
+        run, args, found = self.run, self.run.args, None
         around = FiniteDifferences(run.model, self.space, run.evaluate, args.smoothing)
-        found, draws = None, landscape.CHEAP_DIRECTIONS if self._cheap else landscape.DIRECTIONS
-        with leaving_out("curvature of public rows was not looked at"), isolated_randomness():
+        draws = landscape.CHEAP_DIRECTIONS if self._cheap else landscape.DIRECTIONS
+        left_out = leaving_out("curvature of public rows was not looked at")
+        with whole_products(), left_out, isolated_randomness():
+            if args.mixed_precision != "no" or low_precision_of(run.model):
+                return None
             if public := public_microbatches(run, landscape.ROWS, published=True):
                 found = collectives.shared(landscape.measure(around, public, draws))
         return found
+
+    def _rate_on(self, found: Landscape) -> float:
+        run = self.run
+        return rate_on(found, run.plan, run.args.lr_scheduler_type, size_of_moved(run))
 
     def lower_rate(self) -> float:
         """Looks at public rows again, and lowers the run's rate where their losses curve more by now.
@@ -275,7 +287,7 @@ class ZerothOrderMethod:
             found = self._landscape()
         if found is None:
             return 1.0
-        now = rate_on(found._replace(slope=run.landscape.slope), run.plan)
+        now = self._rate_on(found._replace(slope=run.landscape.slope))
         factor = min(1.0, now / run.args.learning_rate)
         run.args.learning_rate *= factor
         return factor
@@ -313,8 +325,24 @@ class ZerothOrderMethod:
             self.space.settle_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the grids of the parameter space, and the landscape that the rate was chosen by."""
-        return {"grids": self.space.state_dict(), "landscape": self.run.landscape}
+        """Returns the grids of the parameter space, and what public rows' losses say of the rate."""
+        return {
+            "grids": self.space.state_dict(),
+            "landscape": self.run.landscape,
+            "follow_most": self._follow_most,
+        }
+
+
+def size_of_moved(run: Run) -> float:
+    """Root mean square of the trained weights where a run moves them at random (`settings.defaults`).
+
+    0 where there are fewer of them than directions in the run, and of adapters.
+    """
+    trained = [p.detach() for p in run.model.parameters() if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    if count <= run.plan.steps * run.args.num_directions or hasattr(run.model, "peft_config"):
+        return 0.0
+    return math.sqrt(sum(float(p.double().square().sum()) for p in trained) / count)
 
 
 class FirstOrderMethod:
@@ -404,6 +432,11 @@ class FirstOrderMethod:
             parts = [[part for _, part in group] for _, group in by_group]
         row_groups = batch["row_groups"]
         return self.step(batch["step"], parts, learning_rate, row_groups, batch["batch_digest"])
+
+    def _rate_on(self, found: Landscape) -> float:
+        run = self.run
+        trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+        return rate_on(found, run.plan, run.args.lr_scheduler_type, trained)
 
     def lower_rate(self) -> float:
         """Returns 1: the rate is a given one."""

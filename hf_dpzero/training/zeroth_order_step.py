@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class ZerothOrderStep(PrivateStep):
       units: rows are averaged by unit before the clip; `groups` has their codes.
       follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
         clip; then the rate stays with the clip of that step (see `settings.defaults`).
+      follow_most: it grows to so many times the given one at most.
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.forward_passes`). A process that is
         alone then syncs the ledger beside the sampling of the next batch.
@@ -71,6 +73,7 @@ class ZerothOrderStep(PrivateStep):
     smoothing_at: Callable[[int], float] | None = None
     units: bool = False
     follow_clip: int = 0
+    follow_most: float = math.inf
     defer: bool = False
 
     def __call__(
@@ -127,7 +130,7 @@ class ZerothOrderStep(PrivateStep):
         rate = learning_rate
         if self.follow_clip:
             followed = mechanism if step <= self.follow_clip else self._held
-            rate *= float((self.mechanism.clip / followed.clip) ** 2)
+            rate *= min(float((self.mechanism.clip / followed.clip) ** 2), self.follow_most)
         late = self.defer and not active()
         release = self._release(step, rate, mechanism, released, wait=not late)
         if late:

@@ -99,24 +99,41 @@ def test_the_rate_gains_most_in_one_step(tmp_path, directions):
     along = float((g * CURVES * g).sum() / slope)
     found = Landscape(slope, scatter, float(CURVES.sum()), along, ROWS)
     settings = {"noise_multiplier": sigma, "clip": clip, "num_directions": directions}
-    assert rate_on(found, plan(tmp_path, **settings)) == pytest.approx(best, rel=0.05)
+    assert rate_on(found, plan(tmp_path, **settings), "constant") == pytest.approx(best, rel=0.05)
 
 
 def test_a_clip_below_the_norms_shrinks_the_signal_and_not_the_noise(tmp_path):
     found = Landscape(1.0, 99.0, 50.0, 5.0, ROWS)  # norms of about 10
-    whole = rate_on(found, plan(tmp_path, noise_multiplier=1e-3, clip=10.0))
-    half = rate_on(found, plan(tmp_path, noise_multiplier=1e-3, clip=5.0))
+    whole = rate_on(found, plan(tmp_path, noise_multiplier=1e-3, clip=10.0), "constant")
+    half = rate_on(found, plan(tmp_path, noise_multiplier=1e-3, clip=5.0), "constant")
     assert half == pytest.approx(2 * whole, rel=1e-3)
 
 
 def test_what_public_rows_do_not_tell_is_bounded(tmp_path):
     """No slope, a negative curvature: h is at least s^2, and g^2 a quarter of its error in a batch."""
-    rate = rate_on(
-        Landscape(0.0, 4.0, -9.0, -9.0, 8), plan(tmp_path, noise_multiplier=2**-9, clip=9)
-    )
+    flat = Landscape(0.0, 4.0, -9.0, -9.0, 8)
+    rate = rate_on(flat, plan(tmp_path, noise_multiplier=2**-9, clip=9), "constant")
     slope = 0.25 * 4.0 / 12
     assert rate == pytest.approx(slope / ((slope + 4.0 / 12) * (4.0 + slope)), rel=1e-3)
 
 
 def test_a_loss_that_never_moves_has_no_rate(tmp_path):
-    assert rate_on(Landscape(0.0, 0.0, 0.0, 0.0, 8), plan(tmp_path)) == 0.0
+    assert rate_on(Landscape(0.0, 0.0, 0.0, 0.0, 8), plan(tmp_path), "constant") == 0.0
+
+
+@pytest.mark.false_alarm(0)
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_random_movement_of_all_steps_is_a_share_of_the_weights(tmp_path, schedule):
+    """Steps are drawn along fresh directions, of what a direction is taken by: slope and scatter / B."""
+    generator = torch.Generator().manual_seed(3)
+    size, steps, directions, batch = 4000, 40, 4, 12
+    found = Landscape(1.0, 24.0, 60.0, 0.0, ROWS)
+    settings = {"noise_multiplier": 1e-3, "clip": 20.0, "num_directions": directions}
+    own = plan(tmp_path, max_steps=steps, **settings)
+    rate = rate_on(found, own, schedule, size=0.2)
+    assert rate < rate_on(found, own, schedule) == rate_on(found, own, schedule, size=100.0)
+    u = torch.randint(2, (steps, directions, size), generator=generator).double() * 2 - 1
+    x = torch.randn(steps, directions, generator=generator).double() * math.sqrt(1 + 24.0 / batch)
+    left = 1 - torch.arange(steps) / steps if schedule == "linear" else torch.ones(steps)
+    moved = torch.einsum("t,tk,tkd->d", rate * left, x, u)
+    assert float(moved.square().mean().sqrt()) == pytest.approx(0.15 * 0.2, rel=0.12)

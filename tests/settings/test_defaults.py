@@ -129,11 +129,62 @@ def test_public_rows_lower_the_rate_which_then_no_clip_moves(tmp_path, capsys, m
         trainer = build(tmp_path / str(bound), max_steps=10, **settings)
         trainer.train()
         rates = [release.learning_rate for release in trainer.trajectory.releases]
-        told = rate_on(found, trainer.plan), learning_rate(trainer.plan, "constant")
+        told = (
+            rate_on(found, trainer.plan, "constant", methods.size_of_moved(trainer.run)),
+            learning_rate(trainer.plan, "constant"),
+        )
         assert rates[0] == pytest.approx(min(told)) and bound == (told[0] < told[1])
         assert (len(set(rates)) == 1) == bound
         said = "rate        of 40 public rows: slope 2, scatter 6.3, curvature 1e+04"
         assert (said in capsys.readouterr().out) == bound
+
+
+def test_weights_have_a_size_where_most_of_their_movement_is_random(tmp_path):
+    """More weights than directions in the run, and no adapter."""
+    few = build(tmp_path / "few", max_steps=10, num_directions=2, clip=1.0).run
+    trained = torch.cat([p.flatten() for p in few.model.parameters() if p.requires_grad])
+    assert methods.size_of_moved(few) == pytest.approx(float(trained.square().mean().sqrt()))
+    many = build(tmp_path / "many", max_steps=len(trained) // 2, num_directions=2, clip=1.0).run
+    assert methods.size_of_moved(many) == 0.0
+
+
+def test_a_rate_follows_the_clip_up_to_what_public_rows_allow(tmp_path, monkeypatch):
+    """A bit above the plan's own: ten steps in which the clip falls end there, not at the clip's."""
+    monkeypatch.setattr(methods, "size_of_moved", lambda run: 0.0)
+    settings = {**GIVEN_NOTHING, "lr_scheduler_type": "constant", "num_directions": 2}
+    rates, curvature, allowed = {}, 50.0, 0.0
+    for name in ("free", "capped"):
+        if allowed:  # it goes as 1 / curvature
+            curvature *= allowed / (1.05 * rates["free"][0])
+        found = Landscape(4.0, 40.0, curvature, curvature / 10, 40)
+        monkeypatch.setattr(landscape, "measure", lambda *_, found=found: found)
+        trainer = build(tmp_path / name, max_steps=10, **settings)
+        trainer.train()
+        rates[name] = [release.learning_rate for release in trainer.trajectory.releases]
+        allowed = rate_on(found, trainer.plan, "constant")
+    assert rates["capped"][0] == rates["free"][0]
+    assert max(rates["free"]) > 1.05 * rates["free"][0]
+    assert max(rates["capped"]) == pytest.approx(allowed)
+    assert allowed == pytest.approx(1.05 * rates["capped"][0])
+
+
+def test_public_rows_are_looked_at_in_float32_where_products_are_not(tmp_path, monkeypatch):
+    seen = []
+
+    def measured(*_):
+        seen.append(torch.get_float32_matmul_precision())
+        return Landscape(4.0, 40.0, 1e4, 1e3, 40)
+
+    monkeypatch.setattr(landscape, "measure", measured)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        build(tmp_path / "high", max_steps=2, **GIVEN_NOTHING).train()
+        after = torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    build(tmp_path / "half", max_steps=2, bf16=True, **GIVEN_NOTHING).train()
+    assert (seen, after) == (["highest"], "high")
 
 
 def test_a_loss_that_curves_more_lowers_the_rate_and_one_that_curves_less_does_not_raise_it(
