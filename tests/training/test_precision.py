@@ -16,6 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_dpzero import DPZeroTrainer
+from hf_dpzero.batches import placement
 from hf_dpzero.checks.precision import check_mixed_precision
 from hf_dpzero.estimators.arithmetic import uncached_autocast, unwrapped
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
@@ -211,7 +212,7 @@ def values(trainer: DPZeroTrainer) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", INDUCTOR])
-def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend: str):
+def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend: str, monkeypatch):
     """Which graph evaluates a row must not follow from the shapes that came before.
 
     By default the second shape makes a graph for all further ones, and the ninth runs uncompiled.
@@ -223,6 +224,7 @@ def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend
         {"input_ids": one, "attention_mask": [1] * len(one), "labels": one[0] % 2} for one in ids
     ]
 
+    monkeypatch.setattr(placement, "STEPS", (16,))  # all of a model this small would be one width
     settings = {"torch_compile": True, "torch_compile_backend": backend, "expected_batch_size": 16}
     given, rows = {"eval_dataset": rows[60:]}, rows[:60]
     model = tiny_bert(max_position_embeddings=64)
