@@ -30,9 +30,7 @@ class LogicalBatch(TypedDict):
     step: int
     microbatches: list[Mapping[str, Tensor]]
     examples: list[int]  # rows of each microbatch that count; the others only fill it up
-    groups: list[
-        int
-    ]  # of each example that counts: its group or unit (of losses its code), or none
+    groups: list[int]  # of each example that counts: its group or unit (losses: its code), or none
     row_groups: list[int]  # group-robust training: the group of each example that counts, in order
     batch_digest: int  # `fingerprint` of the step and of what every process takes
 

@@ -58,6 +58,7 @@ from hf_dpzero.objectives.losses import (
 from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
+from hf_dpzero.perturbation.sharding import local
 from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
 from hf_dpzero.privacy.words import group_warning
@@ -338,11 +339,15 @@ def size_of_moved(run: Run) -> float:
 
     0 where there are fewer of them than directions in the run, and of adapters.
     """
-    trained = [p.detach() for p in run.model.parameters() if p.requires_grad]
-    count = sum(p.numel() for p in trained)
-    if count <= run.plan.steps * run.args.num_directions or hasattr(run.model, "peft_config"):
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    directions = run.plan.steps * run.args.num_directions
+    if sum(p.numel() for p in trained) <= directions or hasattr(run.model, "peft_config"):
         return 0.0
-    return math.sqrt(sum(float(p.double().square().sum()) for p in trained) / count)
+    here = [
+        local(p.detach()) for p in trained
+    ]  # of a sharded model rank 0's part tells, everywhere
+    squares = sum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in here)
+    return collectives.shared(math.sqrt(squares / max(1, sum(p.numel() for p in here))))
 
 
 class FirstOrderMethod:
@@ -432,11 +437,6 @@ class FirstOrderMethod:
             parts = [[part for _, part in group] for _, group in by_group]
         row_groups = batch["row_groups"]
         return self.step(batch["step"], parts, learning_rate, row_groups, batch["batch_digest"])
-
-    def _rate_on(self, found: Landscape) -> float:
-        run = self.run
-        trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-        return rate_on(found, run.plan, run.args.lr_scheduler_type, trained)
 
     def lower_rate(self) -> float:
         """Returns 1: the rate is a given one."""
