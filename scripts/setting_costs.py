@@ -104,6 +104,7 @@ _ROWS = {
             "the names are published, in config.json", none="those of the validation rows"
         ),
         "keep_column": Cost(NOTHING, none="`group_robust.column`"),
+        "whole_units": Cost(NOTHING),
         "max_seq_length": Cost(NOTHING, "longer texts take longer and more memory", unit="tokens"),
     },
     "Which rows": {

@@ -135,7 +135,7 @@ def count_rows(recipe: Recipe, given: int | None = None) -> RowCounts:
     train, source = None, "the data is not here: give --num_examples N, its number of training rows"
     if given is not None:
         train, source = given, "--num_examples"
-    elif recipe.training.unit_column is not None:
+    elif recipe.training.unit_column is not None and most is None:
         source = "the data is not here: give --num_examples N, its number of units"
     elif per_class is not None and labels:
         train = per_class * labels
@@ -155,9 +155,6 @@ def _rows_that_are_here(recipe: Recipe, labels: int | None) -> RowCounts | None:
         # As a starter has it, whose public rows are yet to be written.
         found = num_units(read_rows(Path(data.train_file)), recipe.training)
         rows, source = min(found, data.max_train_samples or math.inf), data.train_file
-        if recipe.training.unit_column is not None and data.max_train_samples:
-            source = "which units max_train_samples leaves is known once validation_file is there"
-            return RowCounts(train=None, labels=labels, source=source)
         source += "; validation_file is not there yet"
         return RowCounts(train=int(rows), labels=labels, source=source)
     try:

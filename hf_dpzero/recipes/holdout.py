@@ -22,6 +22,7 @@ from hf_dpzero.reporting.private_evaluations import EVALUATIONS_FILE
 from hf_dpzero.run_folder.earlier import NAME as EARLIER
 from hf_dpzero.run_folder.keys import FOLDER, HOLDOUT_FILE
 from hf_dpzero.settings.row_groups import column_values
+from hf_dpzero.tasks.rows import keyed_digests
 
 if TYPE_CHECKING:
     import datasets
@@ -118,10 +119,7 @@ def _move(
     """Moves each row, or unit, with probability `share`; returns a keyed digest of all rows' sides."""
     train = splits["train"]
     units = None if unit_column is None else column_values(train, unit_column)
-    words = [
-        hashlib.sha256(f"{key} {json.dumps(unit, sort_keys=True, default=str)}".encode()).digest()
-        for unit in (train if units is None else units)
-    ]
+    words = keyed_digests(key, train if units is None else units)
     aside = np.array([int.from_bytes(word[:8], "big") < share * 2.0**64 for word in words], bool)
     splits["train"] = train.select(np.flatnonzero(~aside))
     splits["private"] = train.select(np.flatnonzero(aside))

@@ -115,7 +115,8 @@ def build_recipe(
     # Groups and units are the trainer's settings, and their column is the task's to keep.
     column = training.group_robust.column or training.unit_column  # never both
     if column is not None:
-        data = dataclasses.replace(data, keep_column=column)
+        units = training.unit_column is not None
+        data = dataclasses.replace(data, keep_column=column, whole_units=units)
     return Recipe(model=model, data=data, training=training, values=values)
 
 

@@ -52,7 +52,7 @@ OWN_SETTINGS = frozenset(
     pair_features peft_method performance pooling precompute_features prompt public_file rows_are
     sampling schedules smoothing subset_seed target_delta target_epsilon task template testing
     text_column text_pair_column torch_dtype train_file trainable tuning unit_column update_rule
-    update_window validation_file
+    update_window validation_file whole_units
     """.split()  # noqa: SIM905
 )
 """What a recipe may set beside transformers' TrainingArguments; a test keeps it complete."""

@@ -398,17 +398,19 @@ _COMMON_CAVEATS = (
 )
 
 _DRAWN = (
-    " A subset drawn from a larger private set beforehand (few-shot, max_train_samples) is taken as "
-    "fixed."
+    " A subset drawn from a larger private set beforehand is taken as fixed. Of a file that a recipe "
+    "draws from (few-shot, max_train_samples) one {0} more or less replaces at most one drawn {0}: the "
+    "claim about the file under adding or removing is that about the draw under replacing one."
 )
 _ROW_UNIT_CAVEAT = (
     "The privacy unit is a row as it was given to the trainer: several rows of one person, and texts "
     "that were packed together or split up before, are not one unit (`hf-dpzero plan --rows_of_one 10` "
-    "says what ten rows of a person are protected by, unit_column makes them one unit)." + _DRAWN
+    "says what ten rows of a person are protected by, unit_column makes them one unit)."
+    + _DRAWN.format("row")
 )
 _UNIT_CAVEAT = (
     "Which rows are one unit was read from a column of the private rows: what a person has under two "
-    "values of it counts as two units. How many units there are is public." + _DRAWN
+    "values of it counts as two units. How many units there are is public." + _DRAWN.format("unit")
 )
 
 _LINKS_CAVEAT = (
@@ -439,8 +441,8 @@ FEDERATED_CAVEATS = (
     "The other clients, the metrics and the weights know no more than the messages.",
     "It is for one row of one client. All rows of a client together, and whether a client took part at "
     "all, are not covered.",
-    "Sizes of shards and the rounds a client takes part in are public. Being away must not depend on "
-    "the rows.",
+    "Which rows a client has is taken as fixed. Sizes of shards and the rounds a client takes part in "
+    "are public. Being away must not depend on the rows.",
     "The time that an answer takes is not covered: it tells how many rows a round drew, and how long "
     "they are, to whoever sees when messages travel.",
     "A client that is not honest can spoil the model: it declares its number of rows, which weighs its "

@@ -192,8 +192,11 @@ class DataArguments:
         labels. A row with another label is refused.
       keep_column: a further column that stays beside the rows; a recipe's `group_robust.column` or
         `unit_column` sets it. Of classifications only.
+      whole_units: max_train_samples counts values of keep_column, with all rows of each; a recipe's
+        `unit_column` sets it.
       max_seq_length: tokens a text is cut to, >= 2.
-      max_train_samples: keep this many training rows, chosen by `subset_seed`; null keeps all.
+      max_train_samples: keep this many training rows (with `unit_column` units), those whose keyed
+        hashes by `subset_seed` are smallest; null keeps all.
       max_eval_samples: the same for evaluation.
       holdout: share of the training rows that are not trained on, for private evaluation
         (`hf-dpzero evaluate --epsilon`), by a keyed hash of each row or unit.
@@ -215,6 +218,7 @@ class DataArguments:
     label_column: str | None = None
     class_names: list[str] | None = None
     keep_column: str | None = None
+    whole_units: bool = False
     max_seq_length: int = 128
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
@@ -242,6 +246,11 @@ class DataArguments:
         if len(set(named)) < len(named):
             raise ValueError(
                 f"text_column, text_pair_column and label_column are {named}: name different columns."
+            )
+        if self.whole_units and self.num_examples_per_class:
+            raise ValueError(
+                f"num_examples_per_class={self.num_examples_per_class} with unit_column: one unit more "
+                "could change the drawn rows of several. Set max_train_samples, which counts units then."
             )
         if not 0 <= self.holdout < 1:
             raise ValueError(

@@ -196,7 +196,6 @@ class PromptTask(ABC):
             raise ValueError(
                 f"num_demonstrations={wanted}, but there are {len(train)} training rows; lower it."
             )
-        # 0 and 1 choose the rows of the splits (`rows.subset`); 2 is another stream of the same seed.
         generator = np.random.Generator(np.random.PCG64([self.data.subset_seed, 2]))
         chosen = generator.choice(len(train), wanted, replace=False) if wanted else ()
         shown = tuple(self.example(train[int(index)]) for index in chosen)

@@ -6,12 +6,17 @@ import contextlib
 import csv
 import dataclasses
 import filecmp
+import hashlib
+import heapq
 import io
+import itertools
 import json
 import os
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -302,10 +307,15 @@ def require_columns(
 
 
 def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.DatasetDict:
-    """Draws the rows that a recipe asks for, by `subset_seed`, never by position.
+    """Draws the rows that a recipe asks for: those whose keyed hashes, by `subset_seed`, are smallest.
 
-    `num_examples_per_class` is drawn first, `max_train_samples` from what it leaves. The rows that
-    are left are the n of the accounting. Splits beside these two stay whole.
+    `num_examples_per_class` is drawn first, `max_train_samples` from what it leaves: rows, or with
+    `whole_units` units. What is left is the n of the accounting. Splits beside these two stay whole.
+
+    Guarantee: for every seed, adding or removing one row (unit) takes at most one from the draw and puts
+    at most one into it, and so does replacing one; where its class changes, of few-shot draws, two. So
+    the claim about the file under adding or removing is that about the draw under replacing one. The
+    columns' names and types count as fixed.
 
     Args:
       splits: "train" and "validation", with an integer column "label" if classes are counted.
@@ -318,25 +328,41 @@ def subset(splits: datasets.DatasetDict, data: DataArguments) -> datasets.Datase
       ValueError: a class has fewer rows than num_examples_per_class, and no
         `allow_fewer_per_class`.
     """
-    # Each split has a stream of its own, so that a limit of one does not move the other's rows.
-    kept, sizes = datasets.DatasetDict(), (data.max_train_samples, data.max_eval_samples)
-    for index, (split, size) in enumerate(zip(("train", "validation"), sizes, strict=True)):
-        if split not in splits:
+    kept, sizes = dict(splits), (data.max_train_samples, data.max_eval_samples)
+    for split, size in zip(("train", "validation"), sizes, strict=True):
+        rows, train = splits.get(split), split == "train"
+        few = train and data.num_examples_per_class is not None
+        if not rows or (not few and (size is None or size >= len(rows))):
             continue
-        generator = np.random.Generator(np.random.PCG64([data.subset_seed, index]))
-        rows = splits[split]
-        if split == "train" and data.num_examples_per_class is not None:
-            rows = _few_shot(rows, data, generator)
-        if size is not None and size < len(rows):
-            rows = rows.select(np.sort(generator.choice(len(rows), size, replace=False)))
-        kept[split] = rows
-    return datasets.DatasetDict({**splits, **kept})
+        unit = data.keep_column if train and data.whole_units else None
+        hashes = _hashes(rows, f"{data.subset_seed} {split}", unit)
+        drawn = _few_shot(rows, hashes, data) if few else set(hashes)
+        if size is not None:
+            drawn = set(heapq.nsmallest(size, drawn))
+        kept[split] = rows.select([i for i, digest in enumerate(hashes) if digest in drawn])
+    return datasets.DatasetDict(kept)
 
 
-def _few_shot(
-    rows: datasets.Dataset, data: DataArguments, generator: np.random.Generator
-) -> datasets.Dataset:
-    """`num_examples_per_class` rows of each class, in their old order."""
+def keyed_digests(key: str, values: Iterable[Any]) -> list[bytes]:
+    """Returns a SHA-256 digest of each value, such as a row, with a key: of equal values the same."""
+    written = (json.dumps(value, sort_keys=True, default=str) for value in values)
+    return [hashlib.sha256(f"{key} {text}".encode()).digest() for text in written]
+
+
+def _hashes(rows: datasets.Dataset, key: str, unit: str | None) -> list[bytes]:
+    """A hash of each row, which tells equal rows apart by counting them; or of its unit, a column."""
+    if unit in rows.column_names:
+        return keyed_digests(key, rows[unit][:])
+    tables = rows.with_format("arrow").iter(1000)
+    copies: defaultdict[bytes, Iterator[int]] = defaultdict(itertools.count)
+    return [
+        hashlib.sha256(digest + b"%d" % next(copies[digest])).digest()
+        for digest in keyed_digests(key, (row for table in tables for row in table.to_pylist()))
+    ]
+
+
+def _few_shot(rows: datasets.Dataset, hashes: Sequence[bytes], data: DataArguments) -> set[bytes]:
+    """The `num_examples_per_class` smallest hashes of each class."""
     labels, wanted = np.asarray(rows["label"][:]), int(data.num_examples_per_class or 0)
     classes, sizes = np.unique(labels, return_counts=True)
     names = getattr(rows.features["label"], "names", list(range(max(classes) + 1)))
@@ -354,8 +380,5 @@ def _few_shot(
         warnings.warn(
             f"num_examples_per_class={wanted}, but {few}, all of which are taken.", stacklevel=2
         )
-    chosen = [
-        generator.choice(np.flatnonzero(labels == label), min(wanted, count), replace=False)
-        for label, count in zip(classes, sizes, strict=True)
-    ]
-    return rows.select(np.sort(np.concatenate(chosen)))
+    words = np.array(hashes, dtype=object)
+    return {w for label in classes for w in heapq.nsmallest(wanted, words[labels == label])}

@@ -259,7 +259,8 @@ def test_rows_that_are_not_here_are_derived_or_asked_for(
     rows = plan.count_rows(rows_of(task="sst2", **data), given)
     assert rows.train == expected and source in rows.source and rows.labels == 2
     by_unit = plan.count_rows(rows_of("who", task="sst2", **data), given)
-    assert by_unit.train == given  # rows say nothing of units
+    most = data.get("max_train_samples")  # counts units; rows of classes say nothing of them
+    assert by_unit.train == (most if given is None else given)
 
 
 @pytest.mark.parametrize("public", [True, False])
@@ -268,11 +269,11 @@ def test_of_units_those_are_counted(tmp_path, public):
     files = row_files(tmp_path, rows, [{"sentence": "other", "label": 1}])
     if not public:
         (tmp_path / "validation.jsonl").unlink()
-    recipe = rows_of("who", task="sst2", keep_column="who", **files)
+    files |= {"task": "sst2", "keep_column": "who", "whole_units": True}
+    recipe = rows_of("who", **files)
     assert plan.count_rows(recipe).train == 4
-    some = rows_of("who", task="sst2", keep_column="who", max_train_samples=5, **files)
-    left = plan.count_rows(some).train
-    assert left is None if not public else 2 <= left <= 4
+    assert plan.count_rows(rows_of("who", max_train_samples=3, **files)).train == 3
+    assert plan.count_rows(rows_of("who", max_train_samples=5, **files)).train == 4
     with pytest.raises(ValueError, match="num_examples=12, but .* has 4"):
         plan.count_rows(recipe, 12)
 

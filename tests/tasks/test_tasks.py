@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from row_files import row_files
 from tiny_language_models import word_tokenizer
 from transformers import EvalPrediction
@@ -20,7 +24,7 @@ from transformers import EvalPrediction
 from hf_dpzero.shipped import shipped_folder
 from hf_dpzero.tasks import build_task
 from hf_dpzero.tasks.description import DataArguments, HubSource
-from hf_dpzero.tasks.rows import load_splits
+from hf_dpzero.tasks.rows import load_splits, subset
 from hf_dpzero.values import parse_yaml
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -183,6 +187,81 @@ def test_subsets_are_drawn_by_seed_and_not_by_position(tmp_path):
     assert chosen(1) != chosen(2)
     assert chosen(1) != [str(i) for i in range(20)]
     assert len(set(chosen(1))) == 20
+
+
+ONE_ROW = st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 3))
+FEATURES = datasets.Features(
+    {
+        "text": datasets.Value("string"),
+        "label": datasets.Value("int64"),
+        "who": datasets.Value("int64"),
+    }
+)
+
+
+def drawn(rows: list[tuple[str, int, int]], **settings: Any) -> Counter[tuple[str, int, int]]:
+    """The rows that are drawn of (text, label, who), by how often."""
+    columns = dict(zip(FEATURES, zip(*rows, strict=True), strict=True))
+    train = datasets.Dataset.from_dict(columns, features=FEATURES)
+    found = subset(datasets.DatasetDict(train=train), DataArguments(**settings))["train"]
+    return Counter(zip(*(found[name][:] for name in FEATURES), strict=True))
+
+
+def moved(one: Counter[Any], other: Counter[Any]) -> int:
+    """Rows that are replaced, or more or less, from one draw to the other."""
+    return max((one - other).total(), (other - one).total())
+
+
+@given(st.lists(ONE_ROW, min_size=2, max_size=14), ONE_ROW, st.integers(1, 8), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_row_more_or_less_in_the_file_replaces_at_most_one_of_the_draw(rows, new, size, data):
+    """Also among equal rows, of which there are many here."""
+    place = data.draw(st.integers(0, len(rows) - 1))
+    added, removed = [*rows[:place], new, *rows[place:]], [*rows[:place], *rows[place + 1 :]]
+    replaced = [*rows[:place], new, *rows[place + 1 :]]
+    few = {"num_examples_per_class": size, "allow_fewer_per_class": True}
+    two = 1 + (new[1] != rows[place][1])  # a row of another class is two of them
+    most = {"max_train_samples": size, "subset_seed": data.draw(st.integers(0, 3))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of classes with fewer rows
+        for how, both in ((most, 1), (few, two), (few | most, two)):
+            whole = drawn(rows, **how)
+            assert whole == drawn(rows[::-1], **how) and not whole - Counter(rows)
+            assert moved(whole, drawn(added, **how)) <= 1
+            assert moved(whole, drawn(removed, **how)) <= 1
+            assert moved(whole, drawn(replaced, **how)) <= both
+        assert drawn(rows, **most).total() == min(size, len(rows))
+        of_class = Counter(label for _, label, _ in drawn(rows, **few).elements())
+    sizes = Counter(label for _, label, _ in rows)
+    assert of_class == {label: min(size, count) for label, count in sizes.items()}
+
+
+@given(st.lists(ONE_ROW, min_size=2, max_size=20), st.integers(0, 3), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_units_are_drawn_whole_and_one_less_replaces_at_most_one(rows, gone, size):
+    def people(rows: list[tuple[str, int, int]]) -> Counter[int]:
+        draw = drawn(rows, max_train_samples=size, whole_units=True, keep_column="who")
+        kept = {who for _, _, who in draw}
+        assert draw == Counter(row for row in rows if row[2] in kept)
+        assert len(kept) == min(size, len({who for _, _, who in rows}))
+        return Counter(kept)
+
+    others = [row for row in rows if row[2] != gone]
+    assert not others or moved(people(rows), people(others)) <= 1
+
+
+def test_copies_of_a_row_are_drawn_apart():
+    """Else a text that many rows have is drawn with all of them, or not at all."""
+    rows = [("a", 0, 0)] * 50 + [("b", 0, i) for i in range(50)]
+    for seed in range(5):  # of 100 without replacement: mean 25, deviation 2.5
+        assert 12 < drawn(rows, max_train_samples=50, subset_seed=seed)["a", 0, 0] < 38
+
+
+def test_few_of_each_class_are_not_drawn_of_units():
+    with pytest.raises(
+        ValueError, match="num_examples_per_class=2 with unit_column.*max_train_sam"
+    ):
+        DataArguments(num_examples_per_class=2, whole_units=True)
 
 
 def test_few_shot(tmp_path):
