@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import datasets
 
 Kind = Literal["classification", "answers", "completion", "messages"]
-Setting = str | float | bool | None
+Setting = str | float | bool | None | list[str]
 LABELS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "y")
 TEXTS = ("text", "sentence", "body", "content", "message", "review", "comment", "question", "title")
 PAIRS = (
@@ -32,6 +32,8 @@ _HEAD, _WHOLE = 200, 10_000  # steps; a head alone is far along after few
 _PASSES = 100  # over the rows, at most: few rows are seen often enough in fewer steps
 _COMMENTS = {
     "validation_file": "public rows of the same columns, none of them in train_file",
+    "holdout": "of the rows; their accuracy: hf-dpzero evaluate --epsilon",
+    "class_names": "in order; public: config.json ships them",
     "target_epsilon": "all steps together; the noise is calibrated for it",
     "target_delta": "well below 1 / n",
     "expected_batch_size": "B; each row joins a step with probability B / n",
@@ -150,9 +152,11 @@ class Starter:
 
     Attributes:
       columns: of the rows.
-      num_examples: n, rows of `train_file`.
+      num_examples: n, rows of `train_file`, less those held out.
       train_file: the private rows.
-      validation_file: public rows; None leaves a name to be filled in.
+      validation_file: public rows; None leaves a name to be filled in, but with `holdout`.
+      holdout: share of the rows that is held out for private evaluation.
+      class_names: names of the labels; None where public rows have them.
       target_epsilon: of the whole run.
       target_delta: None takes 1 / (10 n).
       model: Hub id or folder; None takes one that suits the rows.
@@ -165,6 +169,8 @@ class Starter:
     target_epsilon: float
     target_delta: float | None = None
     model: str | None = None
+    holdout: float = 0.0
+    class_names: list[str] | None = None
 
     @property
     def _trains_head(self) -> bool:
@@ -219,10 +225,14 @@ class Starter:
             # Unit vectors make small logits: without a scale no direction moves a loss by much.
             model |= {"logit_scale": 10.0, "precompute_features": True, "trainable": "^classifier"}
         rows: dict[str, Setting] = {"task": "text_classification" if classes else task_file}
-        rows |= {"train_file": self.train_file, "validation_file": self.public_file}
+        rows |= {"train_file": self.train_file}
+        rows |= {"holdout": self.holdout} if self.holdout else {}
+        if self.validation_file or not self.holdout:
+            rows |= {"validation_file": self.public_file}
         if classes:
             rows |= dict(zip(("text_column", "text_pair_column"), texts, strict=False))
             rows |= {"label_column": self.columns.label, "max_seq_length": 128}
+            rows |= {"class_names": self.class_names} if self.class_names else {}
         else:
             rows |= {"prompt": "causal_lm", "max_seq_length": 512, "max_new_tokens": 50}
         run: dict[str, Setting] = {"microbatch_size": 64 if classes else 8, "logging_steps": 50}
@@ -238,7 +248,8 @@ class Starter:
             part: "".join(_line(key, value) + "\n" for key, value in values.items())
             for part, values in parts.items()
         }
-        named = {"name": name, "n": f"{self.num_examples:,}", "columns": str(self.columns)}
+        n = f"{'about ' if self.holdout else ''}{self.num_examples:,}"
+        named = {"name": name, "n": n, "columns": str(self.columns)}
         files = {name: _filled("recipe.yaml", train=self.train_file, **named, **settings)}
         if not classes:
             fields = {"first": texts[0], "second": texts[-1], "label": self.columns.label}

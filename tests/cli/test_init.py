@@ -108,6 +108,28 @@ def test_script_and_recipe_of_one_file_are_the_same_run(capsys):
     assert recipe.model.model_name_or_path in script
 
 
+@pytest.mark.parametrize("kind", ["text", "answers"])
+def test_a_starter_without_public_rows_trains_and_is_evaluated(
+    kind, tmp_path, bert_checkpoint, capsys
+):
+    """By the two commands that it prints."""
+    model = bert_checkpoint if kind == "text" else save_causal_lm(tmp_path / "model")
+    named = ["--class_names", "neg,pos"] if kind == "text" else []
+    train = ["--train_file", write("mine.jsonl", kind, 60), "--holdout", "0.5"]
+    said = init(capsys, *train, *named, "--model", model)
+    assert "n = about 30" in said and "public" not in said
+    first, second = re.findall(r"^then: hf-dpzero (.*)$", said, re.MULTILINE)
+    small = [*SHORT, "--num_directions=1"] if kind == "text" else ["--use_cpu", "--max_steps=2"]
+    small += [] if kind == "text" else ["--max_seq_length=128", "--max_new_tokens=4"]
+    assert main.main([*first.split(), *small]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main.main([*second.split(), *small, "--json"]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    report = json.loads(Path("out/mine/privacy_report.json").read_text())
+    assert found["epsilon"] == 2 and 0 < found["num_rows"] == 60 - report["num_examples"] < 60
+    assert "epsilon = 2, " in found["together"]  # the larger of the two, not the sum
+
+
 def test_a_starter_of_pairs(capsys):
     train = write("mine.jsonl", "pair", 16)
     assert "'premise' and 'hypothesis'" in init(capsys, "--train_file", train)
@@ -189,5 +211,11 @@ def test_init_refuses(capsys):
     assert "fewer than 10 rows for each" in init(capsys, *words, status=2)
     Path("rows.csv").write_text("text,label\n")
     assert "rows.csv has no rows: line 1 names" in init(capsys, *words, status=2)
+    held = [*files("text"), "--holdout", "0.1", "--output", "held.yaml"]
+    assert "--class_names a,b" in init(capsys, *held[:2], *held[4:], status=2)
+    assert "leave --script out" in init(capsys, *held[:-1], "held.py", "--script", status=2)
+    assert "is no share of the rows" in init(capsys, *held[:4], "--holdout", "1", status=2)
+    init(capsys, *held)  # with public rows too: these name the labels
+    assert load_recipe("held.yaml").data.holdout == 0.1
     chats = write("chats.jsonl", "messages", 4)
     assert "--script" in init(capsys, "--train_file", chats, status=2)
