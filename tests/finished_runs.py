@@ -34,11 +34,15 @@ def trajectory_of(plan: PrivacyPlan, steps: int, **entries: Any) -> Trajectory:
 
 
 def report_of(
-    plan: PrivacyPlan, steps: int | None = None, delta: float = 1e-5, **entries: Any
+    plan: PrivacyPlan,
+    steps: int | None = None,
+    delta: float = 1e-5,
+    in_other_terms: bool = False,
+    **entries: Any,
 ) -> PrivacyReport:
     """The report of the first steps of a run; default: of all."""
-    steps = plan.steps if steps is None else steps
-    return PrivacyReport.from_header(header_of(plan, **entries), steps=steps, delta=delta)
+    steps, terms = plan.steps if steps is None else steps, {"in_other_terms": in_other_terms}
+    return PrivacyReport.from_header(header_of(plan, **entries), steps=steps, delta=delta, **terms)
 
 
 def write_run(folder: Path, plan: PrivacyPlan, report: PrivacyReport, **entries: Any) -> Path:

@@ -4,7 +4,6 @@ the memory of its run.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import tempfile
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hf_dpzero.cli.many_runs import items_of
 from hf_dpzero.cli.options import Plan
 from hf_dpzero.privacy.correlated.correlation import step_deviation
-from hf_dpzero.privacy.mechanisms import RELATIONS
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.words import gain_against_uniform, group_words, schedule_words
 from hf_dpzero.values import encode
@@ -197,13 +195,7 @@ def _facts(plan: PrivacyPlan, delta: float, target_epsilon: float | None) -> Sec
             facts[f"epsilon_after_{steps}_steps"] = plan.epsilon(delta, at=steps)
     if plan.groups is not None:
         facts["groups"] = group_words(plan)
-    by_relation: dict[str, float | str] = {}
-    for name in RELATIONS:
-        try:
-            by_relation[name] = dataclasses.replace(plan, relation=name).epsilon(delta)
-        except ValueError as error:
-            by_relation[name] = f"not accounted: {error}"
-    return {**facts, "epsilon_by_relation": by_relation}
+    return {**facts, "epsilon_by_relation": plan.epsilon_by_relation(delta)}
 
 
 def _setting(plan: PrivacyPlan) -> Section:

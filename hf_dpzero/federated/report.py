@@ -168,7 +168,7 @@ def save_costliest(
     }
     trajectory = Trajectory(header, server.trajectory.releases)
     trajectory.to_safetensors(server.folder / SHIPPING_NAME)
-    own = PrivacyReport.from_header(header, steps=released, delta=local.delta, plan=local.plan)
+    own = PrivacyReport.from_header(header, steps=released, delta=local.delta, in_other_terms=True)
     own = bound_to(own, server.folder)
     own.save(server.folder / REPORT_FILE)
     write_page(server.folder, own, trajectory)

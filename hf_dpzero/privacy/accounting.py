@@ -112,7 +112,8 @@ def epsilon_of_group(parts: tuple[Part, ...], delta: float, examples: int) -> fl
 
     Each is sampled by itself, so a step's sum moves by as many bounds as a binomial number says, and the
     worst is that all point one way: a mixture of Gaussians (Ganesh 2024, "Tight group-level DP
-    guarantees for DP-SGD with sampling via mixture of Gaussians mechanisms", arXiv:2401.10294).
+    guarantees for DP-SGD with sampling via mixture of Gaussians mechanisms", arXiv:2401.10294). Where
+    one costs a Gaussian mu, m cost m mu, also under replace_one (Dong, Roth and Su, arXiv:1905.02383).
 
     Args:
       parts: as `epsilon_together`.
@@ -129,6 +130,9 @@ def epsilon_of_group(parts: tuple[Part, ...], delta: float, examples: int) -> fl
     from scipy.stats import binom
 
     parts = tuple((spec, steps) for spec, steps in parts if steps)
+    if parts and gaussian_mu(parts) is not None:
+        moved = [(replace(s, noise_multiplier=s.noise_multiplier / examples), n) for s, n in parts]
+        return _on_grids(parts, delta, lambda left: _gaussian(moved, left))
     for spec, _ in parts:
         known = spec.sampling in ("poisson", "full_batch") and spec.distribution == "gaussian"
         if not known or spec.relation == "replace_one" or not spec.noise_multiplier:
@@ -201,6 +205,13 @@ def common_accountant(parts: Sequence[Part]) -> str:
         "here: give the later run the accountant, sampling and noise_distribution of the earlier one; "
         "in a sweep, vary settings that leave these alone."
     )
+
+
+def gaussian_mu(parts: Sequence[Part]) -> float | None:
+    """Returns mu of the one Gaussian that full-batch Gaussian steps are, without grids; else None."""
+    if any((s.sampling, s.distribution) != ("full_batch", "gaussian") for s, _ in parts):
+        return None
+    return math.sqrt(math.fsum(n * (s.sensitivity / s.noise_multiplier) ** 2 for s, n in parts))
 
 
 def _gaussian(parts: Sequence[Part], delta: float) -> float:

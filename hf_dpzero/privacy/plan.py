@@ -20,6 +20,7 @@ from hf_dpzero.privacy.accounting import (
     common_accountant,
     epsilon_of_group,
     epsilon_together,
+    gaussian_mu,
     scheduled_parts,
 )
 from hf_dpzero.privacy.correlated.correlation import (
@@ -34,7 +35,7 @@ from hf_dpzero.privacy.events import Accountant, Part, StepSpec, check_sound, co
 from hf_dpzero.privacy.group_losses import GROUP_LOSSES, GroupLosses
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised, Relation, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.adaptive import MIN_CLIP_CHANGE, AdaptiveClipping
-from hf_dpzero.privacy.mechanisms.base import MIN_NOISE_MULTIPLIER
+from hf_dpzero.privacy.mechanisms.base import MIN_NOISE_MULTIPLIER, RELATIONS
 from hf_dpzero.privacy.mechanisms.gradient import GradientMechanism
 from hf_dpzero.privacy.sampling import (
     FixedBatchesSampler,
@@ -301,13 +302,28 @@ class PrivacyPlan:
         part = whole if count == self.steps else epsilon_together(self._parts(count), delta)
         return min(part, whole)
 
-    def epsilon_of_group(self, delta: float, examples: int) -> float:
-        """Returns epsilon of all steps, and the runs before, for examples of one person together.
+    def epsilon_by_relation(self, delta: float, at: int | None = None) -> dict[str, float | str]:
+        """Returns what the same noise spends under each relation, or in words why that is not known."""
+        found: dict[str, float | str] = {}
+        for name in RELATIONS:
+            after = tuple((replace(plan, relation=name), done) for plan, done in self.after)
+            try:
+                found[name] = replace(self, relation=name, after=after).epsilon(delta, at)
+            except ValueError as error:
+                found[name] = f"not accounted: {error}"
+        return found
+
+    def mu(self, at: int | None = None) -> float | None:
+        """Returns mu of the one Gaussian that `at` steps and the runs before are; None for others."""
+        return gaussian_mu(self._parts(self._count(at))) if self.private else None
+
+    def epsilon_of_group(self, delta: float, examples: int, at: int | None = None) -> float:
+        """Returns `epsilon` for so many examples of one person together.
 
         Raises:
           ValueError: see `accounting.epsilon_of_group`.
         """
-        return epsilon_of_group(self._parts(self.steps), delta, examples)
+        return epsilon_of_group(self._parts(self._count(at)), delta, examples)
 
     def _parts(self, count: int) -> tuple[Part, ...]:
         earlier = [part for plan, steps in self.after for part in plan.own_parts(steps)]

@@ -72,6 +72,8 @@ def report_page(
         delta=delta_words(report.delta),
         neighbours=relation_words(report.neighboring_relation, report.privacy_unit),
         unit=relation_words("one {unit}", report.privacy_unit),
+        terms=report.other_terms,
+        words=lambda epsilon: epsilon if isinstance(epsilon, str) else round_up(epsilon),
         budget=_budget(report, trajectory) if report.private else None,
         released=_released(trajectory),
         metrics=curves,

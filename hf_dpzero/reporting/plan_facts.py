@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_dpzero.privacy.words import group_words, schedule_words
+from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
@@ -60,6 +63,45 @@ def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
         "schedules": schedule_words(plan, delta),
         "groups": group_words(plan),
     }
+
+
+def other_terms(plan: PrivacyPlan, delta: float, steps: int, rows: bool) -> dict[str, Any]:
+    """Says what completed steps of a private plan cost at other deltas, relations and numbers of rows.
+
+    Returns:
+      `other_terms` of a report; `rows`: with those of several rows of a person.
+    """
+    curve = {}
+    for text in (f"1e-{digits}" for digits in range(3, 13)):
+        with contextlib.suppress(ValueError):  # below what so many steps allow
+            curve[text] = plan.epsilon(float(text), at=steps)
+    if not delta:
+        curve["0"] = plan.epsilon(0.0, at=steps)
+    terms = {
+        "mu": plan.mu(steps),
+        "epsilon_at_delta": curve,
+        "epsilon_by_relation": plan.epsilon_by_relation(delta, steps),
+        "epsilon_of_rows": _of_rows(plan, delta, steps, curve) if rows else {},
+    }
+    return dict(encode(terms))
+
+
+def _of_rows(
+    plan: PrivacyPlan, delta: float, steps: int, curve: Mapping[str, float]
+) -> dict[str, float | str]:
+    """Epsilon of several rows together, where need be from that of one at other deltas."""
+    numbers = [m for m in (2, 10, 100) if m <= plan.sampler.num_examples]
+    # of many kinds of steps mixtures take minutes, and groups' losses are no such sums
+    few = plan.groups is None and len(plan.own_parts(steps)) <= 4
+    if few or plan.mu(steps) is not None:
+        with contextlib.suppress(ValueError):  # another sampler, noise or relation
+            found = {str(m): plan.epsilon_of_group(delta, m, steps) for m in numbers}
+            return {**found, "by": "accountant"}
+    by: dict[str, float | str] = {"by": "group privacy"}
+    for m in numbers:  # m epsilon, and less than m e^((m - 1) epsilon) times one row's delta
+        some = (m * e for d, e in curve.items() if float(d) * m <= delta * math.exp((1 - m) * e))
+        by[str(m)] = min(some, default=math.inf)
+    return by
 
 
 def parts_of(

@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.selection import WORDS, check_tuning, total_epsilon
 from hf_dpzero.privacy.words import LABELS
-from hf_dpzero.reporting.plan_facts import noise_name, parts_of, plan_facts
+from hf_dpzero.reporting.plan_facts import noise_name, other_terms, parts_of, plan_facts
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     BLOCK,
+    DEPLOYMENTS,
     EXAMPLE,
+    GRADES,
     NOT_COMPARED,
     WEAK,
     Tuning,
@@ -34,11 +36,9 @@ from hf_dpzero.reporting.wording import (
     budget_words,
     caveats,
     delta_words,
-    federated_caveats,
     needs_secret_batches,
     number,
     part_words,
-    public_caveats,
     relation_words,
     round_up,
     set_aside_words,
@@ -127,8 +127,12 @@ class PrivacyReport:
         `trajectory_digest`. `epsilon` is of all together. Empty for a run that extends none.
       weights_digest: SHA-256 of the saved weights that the report was written for
         (`weights.digest_weights`); None for a report without weights.
+      other_terms: what the same steps guarantee otherwise (docs/privacy_reference.md); {} in reports of
+        checkpoints, without privacy and where a search is accounted.
+      deployment: "central" or "federated", and whom one trusts.
       statement: the guarantee in one sentence.
-      caveats: what the guarantee assumes and does not cover.
+      caveats: what the guarantee assumes and does not cover, by falling grade.
+      caveat_grades: of each caveat one of `wording.GRADES`.
       versions: package name -> version.
 
     Raises:
@@ -171,8 +175,11 @@ class PrivacyReport:
     processes: str
     parts: list[dict[str, Any]]
     weights_digest: str | None
+    other_terms: dict[str, Any]
+    deployment: str
     statement: str
     caveats: list[str]
+    caveat_grades: list[str]
     versions: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -228,6 +235,7 @@ class PrivacyReport:
         plan: PrivacyPlan | None = None,
         shipped_step: int | None = None,
         average_last: int = 1,
+        in_other_terms: bool = False,
     ) -> PrivacyReport:
         """Reports what the first steps of a ledger spent, never more than was run.
 
@@ -238,6 +246,7 @@ class PrivacyReport:
           delta: at which epsilon is computed.
           plan: the header's, where it is made already.
           shipped_step, average_last: of the trajectory; see the attributes.
+          in_other_terms: with `other_terms`, which takes a second or some.
 
         Returns:
           The report, of no weights yet.
@@ -263,8 +272,11 @@ class PrivacyReport:
             log_private_diagnostics=logged,
             batches_secret=header["sampler_key_is_secret"] or not needs_secret_batches(plan),
         )
+        rows = header.get("privacy_unit", EXAMPLE) in (EXAMPLE, BLOCK)
+        wanted = in_other_terms and why_not is None
         report = cls(
             **facts,
+            other_terms=other_terms(plan, delta, steps, rows) if wanted else {},
             **{name: header.get(name, default) for name, default in _REPEATED.items()},
             target_epsilon=header.get("target_epsilon") if plan.private else None,
             target_delta=header.get("target_delta", delta) if plan.private else None,
@@ -278,19 +290,23 @@ class PrivacyReport:
             weights_digest=None,
             # A private run's is written by `in_words`, from its numbers.
             statement=f"NOT PRIVATE: {why_not}; no differential privacy is claimed for this run.",
+            deployment="",
             caveats=[],
+            caveat_grades=[],
             versions=versions(),
         )
         return report.in_words(plan, header)
 
     def in_words(self, plan: PrivacyPlan, header: Mapping[str, Any]) -> PrivacyReport:
-        """Derives statement and caveats from the numbers anew; why a run is not private stays."""
+        """Derives all words from the numbers anew; why a run is not private stays."""
         facts, words = asdict(self), self.statement
         if self.private:
             words = statement(facts, plan, self.tuning)
-        first, *rest = caveats(facts, plan, self.tuning)
-        own = [*federated_caveats(header), *public_caveats(header)]
-        return replace(self, statement=words, caveats=[first, *own, *rest])
+        graded = caveats(facts, plan, self.tuning, header)
+        deployment = DEPLOYMENTS["federated" if header.get("federated") else "central"]
+        texts, grades = [text for _, text in graded], [grade for grade, _ in graded]
+        own: dict[str, Any] = {"caveats": texts, "caveat_grades": grades}
+        return replace(self, statement=words, deployment=deployment, **own)
 
     def with_tuning(
         self, tuning: Tuning, plan: PrivacyPlan, at_least: float = 0.0
@@ -315,7 +331,9 @@ class PrivacyReport:
         epsilon = self.epsilon if tuning in WORDS else total_epsilon(plan, tuning, self.delta)
         epsilon = max(epsilon, at_least)
         planned = self.planned_epsilon if tuning in WORDS else epsilon
+        terms = self.other_terms if tuning in WORDS else {}  # of one run
         tuned = replace(self, tuning=tuning, epsilon=epsilon, planned_epsilon=planned)
+        tuned = replace(tuned, other_terms=terms)
         return tuned.in_words(plan, {})
 
     def to_dict(self) -> dict[str, Any]:
@@ -333,7 +351,8 @@ class PrivacyReport:
         # Keys that later versions added: an older report goes on being read.
         older = dict.fromkeys(("groups", "forward_passes", "processes"), "")
         since: dict[str, Any] = {"learning_rate": None, "shipped_step": None, "average_last": 1}
-        since |= {"set_aside": {}, "budget": {}}
+        since |= {"set_aside": {}, "budget": {}, "other_terms": {}, "deployment": ""}
+        since["caveat_grades"] = [GRADES[0]] * len(values.get("caveats", ()))
         values = {**since, **older, **values}
         expected = {field.name for field in fields(cls)}
         wrong = sorted(expected.symmetric_difference(values))

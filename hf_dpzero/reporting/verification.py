@@ -61,7 +61,8 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
     plan = PrivacyPlan.from_dict(header["plan"])
     steps = counted_steps(header, trajectory.next_step)
     shipped = {name: getattr(trajectory, name) for name in ("shipped_step", "average_last")}
-    found = PrivacyReport.from_header(header, steps=steps, delta=report.delta, plan=plan, **shipped)
+    shipped |= {"plan": plan, "in_other_terms": bool(report.other_terms)}
+    found = PrivacyReport.from_header(header, steps=steps, delta=report.delta, **shipped)
     # A sweep replaces what its trials say, by an entry and the target of the whole.
     if isinstance(report.tuning, dict) and found.tuning in ("not_accounted", report.tuning):
         found, aim = found.with_tuning(report.tuning, plan), report.target_epsilon
@@ -73,7 +74,8 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
             target_epsilon=None if aim is None else max(aim, report.epsilon),
         )
     stated, recomputed = dataclasses.asdict(report), dataclasses.asdict(found)
-    numbers = stated.keys() - {"statement", "caveats", "versions", "weights_digest"}
+    words = {"deployment", "statement", "caveats", "caveat_grades", "versions", "weights_digest"}
+    numbers = stated.keys() - words
     wrong = [
         f"{name}: {stated[name]} / {recomputed[name]}"
         for name in sorted(numbers)

@@ -294,29 +294,39 @@ def tuning_words(tuning: Tuning) -> str:
     return _search(tuning).row
 
 
-def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none") -> list[str]:
-    """What the guarantee assumes and does not cover.
+DEPLOYMENTS = {
+    "central": "central: who holds the rows, and the machines that train, are trusted; others are not",
+    "federated": "federated: each client is trusted with its own rows, nobody with those of others",
+}
+GRADES = ("check first", "depends on the deployment", "exotic")
+
+
+def caveats(
+    facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning, header: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """What the guarantee assumes and does not cover, each with its grade.
 
     Returns:
-      Sentences: first what nothing in the run can see, then a base model that is not private.
+      (one of `GRADES`, sentence), by falling grade: first what nothing in the run can see, then a base
+      model that is not private.
     """
-    first, *rest = _COMMON_CAVEATS
+    evaluation, constants, logs = _COMMON_CAVEATS
     rows = facts["privacy_unit"] in (EXAMPLE, BLOCK)
-    rest.insert(1, _ROW_UNIT_CAVEAT if rows else _UNIT_CAVEAT)
     coupled = _COUPLING_CAVEATS[facts["forward_passes"]]
     most = 1 + 2 * getattr(plan.mechanism, "rows_per_unit", 1)
-    rest.append(coupled.format(unit="example" if rows else "unit", most=most))
+    exotic = [constants, coupled.format(unit="example" if rows else "unit", most=most)]
     several = facts["processes"] not in ("", "1")
-    rest += [_LINKS_CAVEAT.format(facts["processes"])] if several else []
+    links = [_LINKS_CAVEAT.format(facts["processes"])] if several else []
     of_base = base_caveats(facts["earlier_runs"])
     leaky = sum(not run["private"] for run in facts["earlier_runs"])
     earlier = facts["parts"][:-1]
     starts = [*(part["base_weights"] for part in earlier), facts["base_weights"]]
-    rest += [words for start in dict.fromkeys(starts) if (words := BASE_WEIGHTS[start])]
-    rest += [_CHAIN_CAVEAT] if earlier else []
-    blocks = [_BLOCKS_CAVEAT] if facts["privacy_unit"] == BLOCK else []
     known = _search(tuning).caveat + ("" if facts.get("budget") else _ALONE)
-    usual = [first, known, *blocks, *rest, *of_base[leaky:]]
+    first = [UNSEEN_CAVEAT, *of_base[:leaky], *public_caveats(header), evaluation, known]
+    first += [_BLOCKS_CAVEAT] if facts["privacy_unit"] == BLOCK else []
+    first += [_ROW_UNIT_CAVEAT if rows else _UNIT_CAVEAT]
+    first += [words for start in dict.fromkeys(starts) if (words := BASE_WEIGHTS[start])]
+    first += [*([_CHAIN_CAVEAT] if earlier else []), *of_base[leaky:]]
     own = [f"{text[0].upper()}{text[1:]}." for text in plan.mechanism.caveats]
     own += [_GROUPS_CAVEAT] if plan.groups is not None else []
     if isinstance(plan.noise_schedule, Given) or isinstance(plan.clip_schedule, GivenFactors):
@@ -330,7 +340,8 @@ def caveats(facts: Mapping[str, Any], plan: PrivacyPlan, tuning: Tuning = "none"
         if part["steps"] < part["planned_steps"]
     ]
     weak = weak_claims(plan, facts["epsilon"], facts["delta"]) if facts["private"] else ()
-    return [UNSEEN_CAVEAT, *of_base[:leaky], *usual, *own, *weak]
+    graded = ([*first, *own, *weak], [*federated_caveats(header), logs, *links], exotic)
+    return [(grade, text) for grade, texts in zip(GRADES, graded, strict=True) for text in texts]
 
 
 def weak_claims(plan: PrivacyPlan, epsilon: float, delta: float) -> list[str]:
@@ -470,7 +481,7 @@ def public_caveats(header: Mapping[str, Any]) -> list[str]:
 
 
 def federated_caveats(header: Mapping[str, Any]) -> list[str]:
-    """Caveats of a federated run, to stand behind the first of its plan's; none for other runs.
+    """Caveats of a federated run; none for other runs.
 
     >>> federated_caveats({})
     []

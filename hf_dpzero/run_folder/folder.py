@@ -365,7 +365,7 @@ def discard_unused(trajectory: Trajectory) -> None:
         trajectory.path.unlink()
 
 
-def report_of(run: Run) -> PrivacyReport:
+def report_of(run: Run, in_other_terms: bool = False) -> PrivacyReport:
     """Returns the privacy that a run has spent, in numbers and words; what it began with counts."""
     begun = run.ledger.header if run.ledger else ledger_header(run)
     shipped = run.ledger.shipped_step if run.ledger else None
@@ -375,6 +375,7 @@ def report_of(run: Run) -> PrivacyReport:
         delta=run.delta,
         plan=run.plan,
         shipped_step=shipped,
+        in_other_terms=in_other_terms,
     )
 
 

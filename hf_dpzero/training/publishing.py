@@ -145,7 +145,7 @@ class PublishingTrainer(Trainer):
 
     def privacy_report(self) -> PrivacyReport:
         """Returns the privacy that the run has spent so far, in numbers and words."""
-        return report_of(self.run)
+        return report_of(self.run, in_other_terms=True)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """As in Trainer, which prints four decimals; delta, mostly smaller than that, in full."""
@@ -456,10 +456,11 @@ class PublishingTrainer(Trainer):
         super()._save(output_dir, state_dict)
         if run is not None and run.ledger is not None and self.args.should_save:
             run.ledger.to_safetensors(folder / SHIPPING_NAME)
-            report = bound_to(report_of(run), folder)
+            whole = folder.parent.name != checkpoints.UNFINISHED
+            report = bound_to(report_of(run, in_other_terms=whole), folder)
             report.save(folder / REPORT_FILE)
             copy_initial_values(self.output_dir, folder)
-            if folder.parent.name != checkpoints.UNFINISHED:
+            if whole:
                 hub.write_page(folder, report, run.ledger, self.state.log_history)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -42,6 +42,7 @@ from hf_dpzero.run_folder.folder import (
     checkpoint_of,
     keep_batch_size,
     ledger_header,
+    report_of,
     start_or_resume,
 )
 from hf_dpzero.run_folder.keys import RunKeys, check_kept, check_uploads, noise_of_steps, open_keys
@@ -344,7 +345,7 @@ class DPZeroMixin(PublishingTrainer):
             finally:
                 self._close(run)
         check_weights(run)
-        return progress.public_output(output, self.privacy_report())
+        return progress.public_output(output, report_of(run))
 
     def _open(self, run: Run, checkpoint: str | None, resumes: bool) -> None:
         """Opens the ledger and the keys; from here on this is the trainer's run."""

@@ -146,7 +146,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "more noise": (more_noise_than_was, "noise", "it is not the plan that ran"),
     "card": (lambda f: line_of(f, "(spent) | ", "(spent) | 0."), "card", "does not say '| epsilon"),
     "card's row": (lambda f: line_of(f, "| delta |", "|delta|0|\n| delta |"), "card", "'|delta|0|'"),
-    "card's limits": (lambda f: line_of(f, "- The loss, class", "- Class"), "card", "The loss, class"),
+    "card's limits": (lambda f: line_of(f, ": The loss, class", ": Class"), "card", "The loss, class"),
     "page": (lambda f: line_of(f, "<td>1.", "<td>0.", "report.html"), "card", "report.html claims"),
     "card's header": (lambda f: line_of(f, "tags:", "tags: :"), "card", ""),
 }  # fmt: skip

@@ -413,8 +413,8 @@ def test_card_text_states_privacy_results_use_and_limits() -> None:
     assert "hf-dpzero replay --base someone/tiny-bert" in full_card(recipe=None).text
     assert "ab" * 32 in text
     assert len(report.caveats) > 3
-    for caveat in report.caveats:
-        assert f"- {caveat}" in text
+    for grade, caveat in zip(report.caveat_grades, report.caveats, strict=True):
+        assert f"- *{grade}*: {caveat}\n" in text
     assert RECIPE.strip() in text
 
 

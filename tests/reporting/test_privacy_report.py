@@ -35,8 +35,8 @@ KEYS = """
     sampling_probability expected_batch_size num_examples steps planned_steps shipped_step average_last
     noise_multiplier clip schedules groups direction num_directions learning_rate
     noise_source private method log_private_diagnostics tuning
-    earlier_runs set_aside budget base_weights forward_passes processes parts weights_digest statement
-    caveats versions
+    earlier_runs set_aside budget base_weights forward_passes processes parts weights_digest
+    other_terms deployment statement caveats caveat_grades versions
 """.split()  # noqa: SIM905
 
 
@@ -469,7 +469,7 @@ def test_training_on_top_of_a_leaky_run_says_so(leaky: Path, tmp_path: Path, cap
         assert str(tmp_path) not in text and str(leaky.parent) not in text
     assert "leaky, which is NOT PRIVATE" in card.split("## Privacy")[0]
     limitations = card.split("## Limitations")[1].strip()
-    assert limitations.startswith(f"- {found.caveats[0]}\n- {found.caveats[1]}")
+    assert limitations.startswith("".join(f"- *check first*: {c}\n" for c in found.caveats[:2]))
 
 
 def test_the_base_is_looked_at_before_the_run_writes_over_it(leaky: Path, tmp_path: Path) -> None:
@@ -584,7 +584,7 @@ def test_a_report_without_the_entry_is_read_as_one_that_does_not_know(tmp_path: 
 def test_the_card_shows_the_row_and_the_caveat() -> None:
     found = report(processes=FOUR)
     card = model_card(found).content
-    assert f"| processes | {row(found)} |" in card and f"- {links(found)[0]}" in card
+    assert f"| processes | {row(found)} |" in card and f": {links(found)[0]}" in card
     assert "| processes |" not in model_card(report()).content
 
 
