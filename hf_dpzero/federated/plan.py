@@ -64,7 +64,7 @@ _ALLOWED: dict[str, tuple[tuple[str | bool | None, ...], str]] = {
     ),
     "correlated_noise.kind": (("none",), "a missed round would break its sequence; leave it out"),
     "group_robust.column": ((None,), "clients do not know each other's groups; leave it out"),
-    "unit_column": ((None,), "clients draw rows; give each person a client, or leave it out"),
+    "unit_column": ((None,), "each claim is for one row of a client; leave it out"),
     "extends_run": ((None,), "clients keep ledgers of their own and extend no run; leave it out"),
     "budget_file": (
         (None,),

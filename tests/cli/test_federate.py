@@ -40,9 +40,16 @@ def run(recipe: Path, *words: str) -> int:
     return main.main(["federate", str(recipe), *words])
 
 
-def test_rows_are_not_held_out_of_a_federation(recipe, capsys):
-    assert run(recipe, "--clients", "3", "--engine", "in_process", "--holdout", "0.1") == 2
-    assert "each client holds rows of its own out" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--holdout", "0.1"), "each client holds rows of its own out"),
+        (("--unit_column", "who"), "each claim is for one row of a client"),
+    ],
+)
+def test_what_a_federation_has_no_account_for_is_refused(recipe, words, said, capsys):
+    assert run(recipe, "--clients", "3", "--engine", "in_process", *words) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def check(folder: Path, clients: int, rounds: int) -> dict:

@@ -15,7 +15,7 @@ import torch
 from federated_sides import NAMES, rounds_of, started
 from tiny_runs import config
 
-from hf_dpzero.federated.plan import LocalPlan, PlanError, local_plan
+from hf_dpzero.federated.plan import _ALLOWED, LocalPlan, PlanError, local_plan
 from hf_dpzero.federated.run import ServerRun, chosen_rate, learning_rates
 from hf_dpzero.federated.setup import CLIPPED_FROM, Side
 from hf_dpzero.privacy.mechanisms import ScalarMechanism
@@ -83,6 +83,7 @@ WITHOUT_ACCOUNT = {
     "sampling": "fixed_batches",
     "correlated_noise.kind": "banded",
     "group_robust.column": "g",
+    "unit_column": "who",
     "extends_run": "out/before",
     "budget_file": "rows.budget",
     "testing.sampler_key": "ab" * 32,
@@ -93,6 +94,7 @@ WITHOUT_ACCOUNT = {
 def test_each_setting_without_account_is_refused_by_itself(tmp_path):
     """Also those that a config refuses together with others."""
     made = config(tmp_path, **OWN)
+    assert WITHOUT_ACCOUNT.keys() == _ALLOWED.keys()
     for name, value in WITHOUT_ACCOUNT.items():
         changed = copy.deepcopy(made)
         *group, inner = name.split(".")
