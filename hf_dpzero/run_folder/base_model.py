@@ -349,17 +349,19 @@ def _related(parameter: Tensor, tensor: Tensor) -> bool:
     return bool((own @ saved).abs() > least * own.norm() * saved.norm())
 
 
-def are_fresh(model: nn.Module, pattern: str | None) -> bool:
-    """Whether the checkpoints that a model names are here, and have no parameter that is trained."""
+def share_fresh(model: nn.Module, pattern: str | None) -> float:
+    """The share of trained tensors that the checkpoints a model names lack; 0 where none is here."""
     trained = [(n, p) for n, p in model.named_parameters() if is_trained(n, p, pattern)]
     renamed = names_on_disk(model)
     with _sources(model) as sources:
-        found = (
-            tensor.shape == parameter.shape
+        found = sum(
+            any(
+                tensor.shape == parameter.shape
+                for tensor in _candidates(renamed.get(plain_name(name), plain_name(name)), sources)
+            )
             for name, parameter in trained
-            for tensor in _candidates(renamed.get(plain_name(name), plain_name(name)), sources)
         )
-        return bool(trained) and bool(sources) and not any(found)
+        return 1 - found / len(trained) if trained and sources else 0.0
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
 from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.run import Run
+from hf_dpzero.run_folder.base_model import share_fresh
 from hf_dpzero.run_folder.folder import discard_unused
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import rate_on, steps_that_follow
@@ -337,11 +338,13 @@ class ZerothOrderMethod:
 def size_of_moved(run: Run) -> float:
     """Root mean square of the trained weights where a run moves them at random (`settings.defaults`).
 
-    0 where there are fewer of them than directions in the run, and of adapters.
+    0 where there are fewer of them than directions in the run, of adapters, and beside a fresh head,
+    which has further to go.
     """
     trained = [p for p in run.model.parameters() if p.requires_grad]
     directions = run.plan.steps * run.args.num_directions
-    if sum(p.numel() for p in trained) <= directions or hasattr(run.model, "peft_config"):
+    few = sum(p.numel() for p in trained) <= directions
+    if few or hasattr(run.model, "peft_config") or share_fresh(run.model, run.args.trainable):
         return 0.0
     here = [
         local(p.detach()) for p in trained

@@ -146,6 +146,15 @@ def test_weights_have_a_size_where_most_of_their_movement_is_random(tmp_path):
     assert methods.size_of_moved(few) == pytest.approx(float(trained.square().mean().sqrt()))
     many = build(tmp_path / "many", max_steps=len(trained) // 2, num_directions=2, clip=1.0).run
     assert methods.size_of_moved(many) == 0.0
+    # A checkpoint that lacks a trained tensor: the head is fresh.
+    folder = tmp_path / "base"
+    few.model.save_pretrained(folder)
+    few.model.name_or_path = few.model.config._name_or_path = str(folder)
+    assert methods.size_of_moved(few) > 0
+    head = next(n for n, p in few.model.named_parameters() if p.requires_grad)
+    kept = {n: t for n, t in few.model.state_dict().items() if n != head}
+    few.model.save_pretrained(folder, state_dict=kept)
+    assert methods.size_of_moved(few) == 0.0
 
 
 def test_a_rate_follows_the_clip_up_to_what_public_rows_allow(tmp_path, monkeypatch):
