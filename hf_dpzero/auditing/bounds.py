@@ -31,7 +31,7 @@ class Bound(NamedTuple):
     Attributes:
       epsilon: a lower bound at the delta that was given; 0 where nothing is shown.
       confidence: of the two limits on error rates together, hence of the bound.
-      threshold: scores above it are called "present".
+      threshold: scores above it are called "present"; of drawn rows, their share at least.
       false_positive_rate: upper limit.
       false_negative_rate: upper limit.
     """

@@ -1,7 +1,8 @@
 """Audits a plan: many runs on the worst pair of neighbours, and a test that tells them apart.
 
-The pair differs in one row, the canary, whose finite differences are far above the clip and point along
-all K directions; under `replace_one` the other data set has the opposite row in its place. All other
+The pair differs in one row, the canary, whose finite differences are far above the clip, equally large
+along all K directions; under `replace_one` the other data set has the opposite row in its place. Signs
+change from direction to direction and step to step, so that noise which they share cancels. All other
 rows add nothing: whoever knows them subtracts what they add. Sampler, clip, sum, noise and release are
 the package's own. The test is the likelihood ratio of what is released, summed over the steps, by the
 noise that the plan states. Nothing here asks the accountant but for the claim.
@@ -21,12 +22,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hf_dpzero.auditing.bounds import Bound, lower_bound
+from hf_dpzero.auditing.bounds import Bound, lower_bound, upper_limit
 from hf_dpzero.privacy.mechanisms import AdaptiveScalarMechanism, ScalarMechanism
 from hf_dpzero.privacy.mechanisms.adaptive import COUNT_DISPLACEMENT
 from hf_dpzero.privacy.noise import Distribution, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.sampling import FullBatchSampler, Sampler, new_sampler_key
+from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler, Sampler, new_sampler_key
 
 CONFIDENCES = (0.95, 1 - 1e-6)
 """Of the bounds: the first says how tight the claim is, the last whether it is refuted."""
@@ -101,6 +102,7 @@ def neighbours_of(plan: PrivacyPlan) -> Neighbours:
     row = torch.full((1, k), FAR * mechanism.clip / math.sqrt(k), dtype=torch.float64)
     if laplace:  # whose clip bounds the sum of absolute values
         row *= 1 / math.sqrt(k)
+    row[:, 1::2] *= -1
     nothing = row[:0]
     without = -row if plan.relation == "replace_one" else nothing
     sums = tuple(mechanism.clip_sum(x) for x in (nothing, without, row))
@@ -176,16 +178,23 @@ def scores(
     """
     pair, q = neighbours_of(plan), plan.sampler.sampling_probability
     case, values = (2 if with_row else 1), pair.means.shape[1]
+    # Some steps are turned round (Thue and Morse: of each two as many as not, and of each four), so that
+    # noise which steps share cancels. A count has no other side.
+    turned = [step.bit_count() % 2 for step in range(plan.steps)]
+    turn = [-1] * pair.mechanism.num_directions + [1] * (values - pair.mechanism.num_directions)
+    sums = [pair.sums, [[v * t for v, t in zip(s, turn, strict=True)] for s in pair.sums]]
     released = np.empty((runs, plan.steps, values))
     blocks, first = _InBlocks(noise), int(with_row) * runs * plan.steps
     for place, drawn in enumerate(_drawn(plan, runs, key + bytes([with_row]))):
-        total, of = pair.sums[case if drawn else 0], divmod(place, plan.steps)
-        released[of] = pair.mechanism.release(total, first + place, blocks)
+        run, step = divmod(place, plan.steps)
+        total = sums[turned[step]][case if drawn else 0]
+        released[run, step] = pair.mechanism.release(total, first + place, blocks)
     if again:
         blocks = _InBlocks(noise)
         for place in range(runs * plan.steps):
             nothing = pair.mechanism.release(pair.sums[0], first + place, blocks)
             released[divmod(place, plan.steps)] -= nothing - pair.means[0]
+    released[:, np.flatnonzero(turned)] *= turn
     return pair.log_ratio(released, q).sum(axis=1)
 
 
@@ -236,6 +245,7 @@ def audit(
     key: bytes | None = None,
     what: str = "",
     again: bool = False,
+    draws: bool = False,
 ) -> Audit:
     """Audits a plan that `audited_plan` made.
 
@@ -250,6 +260,7 @@ def audit(
       key: default a new one.
       what: for the result.
       again: see `scores`.
+      draws: of how many rows a Poisson sampler draws, in place of releases.
 
     Raises:
       ValueError: too few runs.
@@ -257,10 +268,13 @@ def audit(
     if runs < 100:
         raise ValueError(f"runs={runs} show nothing: give at least 100, e.g. 40000.")
     started, noise, key = time.monotonic(), noise or SecureNoise(), key or new_sampler_key()
-    absent, present = (scores(plan, runs, noise, key, side, again) for side in (False, True))
     q = plan.sampler.sampling_probability
-    gaussian = q == 1 and plan.mechanism.distribution == "gaussian" and delta > 0
-    bounds = (lower_bound(absent, present, delta, c, gaussian) for c in CONFIDENCES)
+    if draws:
+        bounds = _bounds_of_draws(plan, delta, runs, key)
+    else:
+        absent, present = (scores(plan, runs, noise, key, side, again) for side in (False, True))
+        gaussian = q == 1 and plan.mechanism.distribution == "gaussian" and delta > 0
+        bounds = [lower_bound(absent, present, delta, c, gaussian) for c in CONFIDENCES]
     return Audit(
         what=what,
         steps=plan.steps,
@@ -273,6 +287,21 @@ def audit(
     )
 
 
+def _bounds_of_draws(plan: PrivacyPlan, delta: float, steps: int, key: bytes) -> list[Bound]:
+    """What the accountant says of the least q that explains the rows of so many steps: a binomial."""
+    n, mechanism, bounds = plan.sampler.num_examples, plan.mechanism, []
+    assert isinstance(mechanism, ScalarMechanism | AdaptiveScalarMechanism)
+    left = steps * n - sum(len(plan.sampler.batch(step, key)) for step in range(steps))
+    for confidence in CONFIDENCES:
+        share = 1 - float(upper_limit(left, steps * n, 1 - confidence))
+        size = max(share * n, 2.0**-30)
+        sampler = PoissonSampler(num_examples=n, expected_batch_size=size)
+        noised = replace(mechanism, expected_batch_size=size)
+        seen = replace(plan, sampler=sampler, mechanism=noised).epsilon(delta)
+        bounds.append(Bound(seen, confidence, share, 1.0, 1.0))
+    return bounds
+
+
 def audits_of(
     plan: PrivacyPlan,
     delta: float,
@@ -281,7 +310,7 @@ def audits_of(
     noise: NoiseSource | None = None,
     key: bytes | None = None,
 ) -> Iterator[Audit]:
-    """Audits one step and a short run, with every row in each step and as the plan samples.
+    """Audits one step and a short run of every row, a short run as the plan samples, and its draws.
 
     Args:
       plan: of the whole run.
@@ -295,11 +324,18 @@ def audits_of(
       ValueError: see `audited_plan` and `audit`.
     """
     steps, q = min(steps, plan.steps), plan.sampler.sampling_probability
+    if runs < 100 * steps:  # before the first of them
+        raise ValueError(f"runs={runs} show nothing of steps={steps}: give at least {100 * steps}.")
     for length in sorted({1, steps}):
-        for every_row in (True, False) if q < 1 else (True,):
-            few = audited_plan(plan, length, every_row)
-            words = "one step" if length == 1 else f"{length} steps"
-            words += ", every row in it" if every_row else f", q = {q:.3g}"
-            yield audit(few, delta, runs // length, noise, key, words)
+        words = "one step" if length == 1 else f"{length} steps"
+        few = audited_plan(plan, length, every_row=True)
+        yield audit(few, delta, runs // length, noise, key, f"{words}, every row in it")
+    if q < 1:
+        few = audited_plan(plan, steps, every_row=False)
+        yield audit(few, delta, runs // steps, noise, key, f"{words}, q = {q:.3g}")
+    if isinstance(plan.sampler, PoissonSampler):
+        few, words = audited_plan(plan, 1, every_row=False), f"rows of a step, q = {q:.3g}"
+        often = max(100, min(runs, math.ceil(runs / plan.sampler.expected_batch_size)))
+        yield audit(few, delta, often, noise, key, words, draws=True)
     few, tenth = audited_plan(plan, 1, every_row=True), max(runs // 10, 100)
     yield audit(few, delta, tenth, noise, key, "one step, less its repetition", again=True)

@@ -32,6 +32,11 @@ def run_audit(arguments: options.Audit) -> int:
             f"{arguments.recipe} is not private (method {config.method}): there is no claim to audit. "
             "Give target_epsilon and a private method."
         )
+    for name in config.testing.not_private:
+        raise ValueError(
+            f"testing.{name}: a run would be NOT PRIVATE, and an audit draws noise and keys of its own: "
+            "there is no claim to audit. Leave it out."
+        )
     own = str(read_recipe(arguments.recipe).get("output_dir", "out/run")).rstrip("/")
     folder = Path(arguments.output_dir or f"{own}-audit")
     delta = config.delta(plan.sampler.num_examples)

@@ -190,12 +190,11 @@ def _check(settings: SweepSettings) -> None:
                 "entry, which tells the secret number of trials. Use --selection all, where each trial "
                 "pays; or leave it out, and train with best.yaml elsewhere."
             )
-        for name in ("sampler_key", "insecure_noise_seed", "log_private_diagnostics"):
-            if (value := getattr(training.testing, name)) not in (None, False):
-                raise ValueError(
-                    f"testing.{name}={value} makes every trial NOT PRIVATE, so a composed "
-                    "sweep would pay for nothing; leave it out, or use --tuning not_accounted."
-                )
+        for name in training.testing.not_private:
+            raise ValueError(
+                f"testing.{name}={getattr(training.testing, name)} makes every trial NOT PRIVATE, so a "
+                "composed sweep would pay for nothing; leave it out, or use --tuning not_accounted."
+            )
     elif settings.tuning == "public":
         # What best.yaml will train on is private: also a part or a copy of it is not public.
         plain = settings.for_private_rows()

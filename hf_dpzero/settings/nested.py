@@ -321,6 +321,12 @@ class InsecureTesting(Nested):
         time="little",
     )
 
+    @property
+    def not_private(self) -> list[str]:
+        """Names those that are set and make a report say NOT PRIVATE."""
+        known = {name: value for name, value in vars(self).items() if name != "direction_key"}
+        return [name for name, value in known.items() if value is not None and value is not False]
+
 
 NESTED: Mapping[str, type[Nested]] = {
     "clipping_config": ClippingConfig,

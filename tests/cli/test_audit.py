@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,16 @@ def test_a_plan_that_is_not_private_is_refused(tmp_path, capsys):
     assert main.main([*RECIPE.split(), *words]) == 2
     assert "there is no claim to audit" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--testing.insecure_noise_seed 0", "insecure_noise_seed.*NOT PRIVATE"),
+        ("--runs 199", "runs=199 .*steps=2: give at least 200"),
+    ],
+)
+def test_what_shows_nothing_is_refused_at_once(tmp_path, capsys, words, said):
+    assert main.main([*RECIPE.split(), *words.split(), "--output_dir", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr()
+    assert re.search(said, told.err) and "one step" not in told.out
