@@ -174,7 +174,12 @@ class BudgetFile:
     @property
     def left_words(self) -> str:
         """The ceiling less what is spent, rounded down: what one more pure epsilon may be."""
-        return f"{max(0.0, math.floor(1000 * (self.ceiling.epsilon - self.epsilon)) / 1000):g}"
+        ceiling = self.ceiling
+        left = max(0, math.floor(1000 * (ceiling.epsilon - self.epsilon)))
+        more = Charge(what="", name="", privacy_unit="", epsilon=left / 1000)
+        if left and epsilon_of((*self.charges, more), ceiling.delta) > ceiling.epsilon:
+            left -= 1  # floats: their sum is not that of the decimals
+        return f"{left / 1000:g}"
 
     def __str__(self) -> str:
         ceiling, width = self.ceiling, max((len(charge.what) for charge in self.charges), default=0)

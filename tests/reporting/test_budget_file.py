@@ -182,6 +182,20 @@ def test_what_would_pass_the_ceiling_is_refused(tmp_path):
     assert budget_file.pay(path, count(0.25))["epsilon"] == 1.0
 
 
+def test_a_count_may_take_what_is_said_to_be_left(tmp_path):
+    """0.151 + 1.249 is 1.4000000000000001 in floats: 1.248 is left there."""
+    path, other = file_of(tmp_path, epsilon=1.4), tmp_path / "other"
+    budget_file.pay(path, count(0.151))
+    assert budget_file.read(path).left_words == "1.248"
+    assert budget_file.pay(path, count(1.248))["epsilon"] <= 1.4
+    other.mkdir()
+    path = file_of(other, epsilon=1.3)
+    for left in ("1.3", "1.05", "0"):
+        assert budget_file.read(path).left_words == left
+        if left != "0":
+            budget_file.pay(path, count(0.25 if left == "1.3" else float(left)))
+
+
 def test_of_processes_at_once_each_sees_what_the_others_paid(tmp_path, monkeypatch):
     """Six pay 0.3 of 1 at once: three can."""
     path, append = file_of(tmp_path, epsilon=1.0), budget_file.append_whole
