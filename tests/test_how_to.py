@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ import pytest
 import torch
 from tiny_language_models import save_causal_lm, save_encoder, save_masked_lm
 from tiny_runs import build, same, stopping, tiny_data, tiny_model, weights
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
 from hf_dpzero.cli import main
 from hf_dpzero.privacy.counting import PrivateCount
@@ -246,7 +252,7 @@ def test_a_script_of_trl_and_a_stream(here, capsys):
     assert "20 rows" in capsys.readouterr().out and report("out/stream")["num_examples"] == 20
 
 
-def test_chats(here):
+def test_chats_and_what_comes_after(here, capsys):
     model = chat_model(here)
     shown = [
         json.loads(row) for row in re.findall(r"```json\n(.*?)```", text_of("chat_data"), re.DOTALL)
@@ -259,6 +265,19 @@ def test_chats(here):
     run(block("chat_data", "chats", **sizes, c="batch_size=64", c_="batch_size=4"))
     assert report("out/chat")["private"] and Path("out/chat/adapter_model.safetensors").is_file()
     assert isinstance(run(block("chat_data", "talk"))["answer"].shape[0], int)
+    names = run(block("after_training", "generate", a='"run"', a_='"out/chat"'))
+    run(block("after_training", "merge"), names)
+    for name in ("privacy_report.json", "trajectory.safetensors", "trajectory.ledger"):
+        shutil.copy(Path("out/chat", name), "merged")
+    assert (
+        main.main(["verify", "merged"]) == 1 and "REFUSED      weights" in capsys.readouterr().out
+    )
+    run(block("after_training", "smaller"), names)
+    run(block("after_training", "export"), names)
+    assert len(AutoModelForCausalLM.from_pretrained("merged-8bit").state_dict())
+    token = {"input_ids": names["prompt"]["input_ids"], "use_cache": False}
+    exported, plain = torch.export.load("merged.pt2").module(), names["plain"]
+    assert torch.equal(exported(**token).logits, plain(**token).logits)
 
 
 @pytest.mark.slow
