@@ -74,7 +74,8 @@ def evaluate_privately(
       budget_file: pays for it, or it is refused; default that of the arguments.
 
     Raises:
-      ValueError: rows that are public or were trained on, no metric, several processes, no budget left.
+      ValueError: rows that are public or were trained on, no metric, or one that keeps something between
+        rows, several processes, no budget left.
       OSError: the record cannot be written; nothing was released.
     """
     mechanism = PrivateCount(epsilon)  # of units with several rows: their number is its sensitivity
@@ -96,18 +97,24 @@ def evaluate_privately(
             )
         budgets.read(budget_file).epsilon_with(charge)  # before minutes of passes
     note_caches(self.output_dir, made)
-    run, right = self._run, 0
+    run, values = self._run, []
     if run is not None and run.begun:
         run.method.settle_()
     with isolated_randomness(), evaluation_mode(self.model):
-        for scores in _scores(self, made):
+        for scores in _scores(self, made):  # the first row's twice
             metric = metric or next((name for name in METRICS if name in scores), METRICS[-1])
             if metric not in scores:
                 raise ValueError(
                     f"metric={metric!r} is none of what compute_metrics returns ({', '.join(scores)}): "
                     "name the one that is 1 for a right answer and less for a wrong one."
                 )
-            right += bool(scores[metric] >= 1)
+            values.append(scores[metric])
+    if repr(values.pop()) != repr(values[0]):
+        raise ValueError(
+            f"compute_metrics gives the first row another {metric} after the others: it keeps something "
+            "between calls, so that one row moves the count by more than 1. Let each call score its row "
+            "alone; nothing was released."
+        )
     if step is None and self.trajectory is not None:
         best = self.trajectory.shipped_step
         step = self.state.global_step if best is None else best
@@ -122,7 +129,7 @@ def evaluate_privately(
         sensitivity=mechanism.sensitivity,
         noise_source=noise.stated_name,
         trained_on=trained_on,
-        released=mechanism.release(right, noise, len(earlier)),
+        released=mechanism.release(sum(bool(v >= 1) for v in values), noise, len(earlier)),
     )
     append_evaluation(self.output_dir, evaluation)
     self._evaluated_privately = [*self._evaluated_privately, PrivateRows(made, EVALUATED, None)]
@@ -164,8 +171,9 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
 
 
 def _scores(trainer: PublishingTrainer, dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """What `compute_metrics` returns of each row alone."""
+    """What `compute_metrics` returns of each row alone, and at last of the first one again."""
     rows, compute = trainer.rows_of(dataset), trainer.compute_metrics
+    first: Any = None
     assert compute is not None  # `_checked`
     for number in range(len(rows.dataset)):
         batch = rows.collate_rows([number])
@@ -174,4 +182,7 @@ def _scores(trainer: PublishingTrainer, dataset: Any) -> Iterator[Mapping[str, A
         )
         if trainer.preprocess_logits_for_metrics is not None:
             predictions = trainer.preprocess_logits_for_metrics(predictions, labels)
-        yield compute(EvalPrediction(*nested_numpify((predictions, labels))))
+        made = EvalPrediction(*nested_numpify((predictions, labels)))
+        first = first or made
+        yield compute(made)
+    yield compute(first)

@@ -85,7 +85,7 @@ def test_each_row_has_a_pass_and_a_score_of_its_own(tmp_path):
         lambda module, args, inputs: passes.append(len(inputs["input_ids"])), with_kwargs=True
     )
     trainer.evaluate_privately(rows(6), 1.0)
-    assert passes == scored == [1] * 6
+    assert passes == [1] * 6 and scored == [1] * 7  # the first one is scored again
 
 
 def test_the_record_is_on_disk_before_the_value_is_known(tmp_path, monkeypatch):
@@ -188,6 +188,26 @@ def test_what_cannot_be_counted_is_refused(tmp_path, settings, given, words):
         setattr(trainer if name == "compute_metrics" else trainer.args, name, value)
     with pytest.raises(ValueError, match=words):
         trainer.evaluate_privately(**{"dataset": rows(), "epsilon": 0.5, **given})
+    assert not (tmp_path / EVALUATIONS_FILE).exists()
+
+
+class Running:
+    """The accuracy of all rows since the start, as metrics without a reset give it."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, prediction: Any) -> dict[str, float]:
+        self.seen.append(accuracy(prediction)["accuracy"])
+        return {"accuracy": float(np.mean(self.seen))}
+
+
+def test_metrics_that_keep_something_between_rows_are_refused(tmp_path):
+    """A wrong row would take the later ones out of the count, so one row would move it by many."""
+    trainer = evaluator(tmp_path, compute_metrics=Running())
+    assert 0 < right(trainer.model, rows()).sum() < 30
+    with pytest.raises(ValueError, match="keeps something between calls.*nothing was released"):
+        trainer.evaluate_privately(rows(), 0.5)
     assert not (tmp_path / EVALUATIONS_FILE).exists()
 
 
