@@ -199,6 +199,7 @@ class Verify(Options):
         "the base model's folder or Hub id, where its name does not lead to it"
     )
     json: bool = _option("print JSON instead of a page", False)
+    registry_entry: str | None = _option("file for an entry of the OpenDP deployments registry")
 
 
 @dataclass(kw_only=True)

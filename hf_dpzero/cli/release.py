@@ -23,6 +23,7 @@ from hf_dpzero.reporting.evidence import UNCHECKED, NotChecked, findings, page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.reporting.public import RECIPE_FILE
+from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to, check_weights
 from hf_dpzero.reporting.weights import read_weights, weight_files
 from hf_dpzero.run_folder.initial_values import load_initial_model
@@ -122,6 +123,9 @@ def run_verify(arguments: Verify) -> int:
         print(json.dumps({**known, **lists}, indent=2))
     else:
         print(page(arguments.folder, found))
+    if arguments.registry_entry is not None and not fails:
+        entry = registry_entry(PrivacyReport.load(folder))
+        Path(arguments.registry_entry).write_text(entry, encoding="utf-8")
     return int(fails)
 
 

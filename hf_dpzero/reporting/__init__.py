@@ -13,6 +13,7 @@ Start at `privacy_report.PrivacyReport`, then `hub.build_hub_folder`.
 | `evidence` | what a stranger can check of a published folder, and what nobody can |
 | `provenance` | what was spent before on the base model and on the choice of settings |
 | `model_card`, `page` | what a card says, and `report.html` |
+| `registry` | what a registry of deployments asks of a run |
 | `public`, `hub` | what is public, what leaves the machine |
 | `budget_file` | what all releases about a data set spend together, and whether one more may |
 | `private_evaluations` | what private rows were evaluated with noise, and what that spent |

@@ -24,6 +24,7 @@ from hf_dpzero.reporting.private_evaluations import (
     PrivateEvaluation,
     append_evaluation,
 )
+from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to
 
 CARD, LOG, REPORT = "README.md", "trajectory.safetensors", "privacy_report.json"
@@ -67,14 +68,18 @@ def verified(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, dict
     return status, {f["claim"]: (f["holds"], f["text"]) for f in said["findings"]}
 
 
-def test_an_honest_folder_is_verified_with_its_base_alone(published, base, capsys, monkeypatch):
+def test_an_honest_folder_is_verified_with_its_base_alone(
+    published, base, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(base.parent)  # the folder names its base as the run did, without a path
     status, found = verified(capsys, published)
     assert status == 0 and list(found) == ["log", "report", "epsilon", "noise", "card", "weights"]
     assert all(holds for holds, _ in found.values())
     assert "6 releases of 4 numbers" in found["log"][1] and "says between" in found["epsilon"][1]
     assert "24 released values" in found["noise"][1] and "bit for bit" in found["weights"][1]
-    assert main.main(["verify", str(published)]) == 0
+    entry = tmp_path / "entry.yaml"
+    assert main.main(["verify", str(published), "--registry_entry", str(entry)]) == 0
+    assert entry.read_text() == registry_entry(PrivacyReport.load(published))
     page = capsys.readouterr().out
     assert "Whatever could be checked holds" in page and "verified     weights" in page
 
