@@ -47,7 +47,7 @@ class ModelArguments:
         finite counts as zero.
       load_in_4bit: quantise the frozen base while it is loaded to 4 bits (NormalFloat, as QLoRA),
         which takes an eighth of float32's memory; sums are computed in torch_dtype. Needs bitsandbytes
-        (pip install 'hf-dpzero[quantization]') and peft_method lora or prefix, whose float32 weights
+        (the extra `quantization`) and peft_method lora or prefix, whose float32 weights
         are what is trained.
       load_in_8bit: the same in 8 bits (LLM.int8()); products are computed in float16, so
         torch_dtype: float16 saves conversions.
