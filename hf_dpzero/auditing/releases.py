@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from hf_dpzero.auditing.bounds import Bound, lower_bound, upper_limit
+from hf_dpzero.privacy.accounting import epsilon_after
 from hf_dpzero.privacy.mechanisms import AdaptiveScalarMechanism, ScalarMechanism
 from hf_dpzero.privacy.mechanisms.adaptive import COUNT_DISPLACEMENT
 from hf_dpzero.privacy.noise import Distribution, NoiseSource, SecureNoise
@@ -99,9 +100,8 @@ def neighbours_of(plan: PrivacyPlan) -> Neighbours:
     mechanism = plan.mechanism
     assert isinstance(mechanism, ScalarMechanism | AdaptiveScalarMechanism)
     k, laplace = mechanism.num_directions, mechanism.distribution == "laplace"
-    row = torch.full((1, k), FAR * mechanism.clip / math.sqrt(k), dtype=torch.float64)
-    if laplace:  # whose clip bounds the sum of absolute values
-        row *= 1 / math.sqrt(k)
+    norm = k if laplace else math.sqrt(k)  # Laplace's clip bounds the sum of absolute values
+    row = torch.full((1, k), FAR * mechanism.clip / norm, dtype=torch.float64)
     row[:, 1::2] *= -1
     nothing = row[:0]
     without = -row if plan.relation == "replace_one" else nothing
@@ -178,24 +178,23 @@ def scores(
     """
     pair, q = neighbours_of(plan), plan.sampler.sampling_probability
     case, values = (2 if with_row else 1), pair.means.shape[1]
-    # Some steps are turned round (Thue and Morse: of each two as many as not, and of each four), so that
-    # noise which steps share cancels. A count has no other side.
-    turned = [step.bit_count() % 2 for step in range(plan.steps)]
-    turn = [-1] * pair.mechanism.num_directions + [1] * (values - pair.mechanism.num_directions)
-    sums = [pair.sums, [[v * t for v, t in zip(s, turn, strict=True)] for s in pair.sums]]
+    # Turns steps round (Thue and Morse): noise that they share cancels. A count has no other side.
+    turn = np.ones((plan.steps, values), dtype=np.int64)
+    odd = [step for step in range(plan.steps) if step.bit_count() % 2]
+    turn[odd, : pair.mechanism.num_directions] = -1
+    sums = (np.array(pair.sums)[:, None] * turn).tolist()
     released = np.empty((runs, plan.steps, values))
     blocks, first = _InBlocks(noise), int(with_row) * runs * plan.steps
     for place, drawn in enumerate(_drawn(plan, runs, key + bytes([with_row]))):
         run, step = divmod(place, plan.steps)
-        total = sums[turned[step]][case if drawn else 0]
+        total = sums[case if drawn else 0][step]
         released[run, step] = pair.mechanism.release(total, first + place, blocks)
     if again:
         blocks = _InBlocks(noise)
         for place in range(runs * plan.steps):
             nothing = pair.mechanism.release(pair.sums[0], first + place, blocks)
             released[divmod(place, plan.steps)] -= nothing - pair.means[0]
-    released[:, np.flatnonzero(turned)] *= turn
-    return pair.log_ratio(released, q).sum(axis=1)
+    return pair.log_ratio(released * turn, q).sum(axis=1)
 
 
 def _drawn(plan: PrivacyPlan, runs: int, secret: bytes) -> Iterator[bool]:
@@ -289,16 +288,12 @@ def audit(
 
 def _bounds_of_draws(plan: PrivacyPlan, delta: float, steps: int, key: bytes) -> list[Bound]:
     """What the accountant says of the least q that explains the rows of so many steps: a binomial."""
-    n, mechanism, bounds = plan.sampler.num_examples, plan.mechanism, []
-    assert isinstance(mechanism, ScalarMechanism | AdaptiveScalarMechanism)
+    n, bounds = plan.sampler.num_examples, []
     left = steps * n - sum(len(plan.sampler.batch(step, key)) for step in range(steps))
     for confidence in CONFIDENCES:
         share = 1 - float(upper_limit(left, steps * n, 1 - confidence))
-        size = max(share * n, 2.0**-30)
-        sampler = PoissonSampler(num_examples=n, expected_batch_size=size)
-        noised = replace(mechanism, expected_batch_size=size)
-        seen = replace(plan, sampler=sampler, mechanism=noised).epsilon(delta)
-        bounds.append(Bound(seen, confidence, share, 1.0, 1.0))
+        seen = replace(plan.spec, batch_size=max(share * n, 2.0**-30))
+        bounds.append(Bound(epsilon_after(seen, 1, delta), confidence, share, 1.0, 1.0))
     return bounds
 
 

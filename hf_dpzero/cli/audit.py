@@ -27,15 +27,11 @@ def run_audit(arguments: options.Audit) -> int:
     plan, config = known.plan, recipe.training
     if plan is None:
         raise ValueError(f"{arguments.recipe} has no plan yet: {known.rows.source}")
-    if config.not_private:
+    if (unsafe := config.testing.not_private) or config.not_private:
+        names = "".join(f", testing.{name}" for name in unsafe)
         raise ValueError(
-            f"{arguments.recipe} is not private (method {config.method}): there is no claim to audit. "
-            "Give target_epsilon and a private method."
-        )
-    for name in config.testing.not_private:
-        raise ValueError(
-            f"testing.{name}: a run would be NOT PRIVATE, and an audit draws noise and keys of its own: "
-            "there is no claim to audit. Leave it out."
+            f"{arguments.recipe} is not private (method {config.method}{names}): there is no claim to "
+            "audit. Give target_epsilon and a private method, without settings of testing."
         )
     own = str(read_recipe(arguments.recipe).get("output_dir", "out/run")).rstrip("/")
     folder = Path(arguments.output_dir or f"{own}-audit")

@@ -174,11 +174,10 @@ class BudgetFile:
     @property
     def left_words(self) -> str:
         """The ceiling less what is spent, rounded down: what one more pure epsilon may be."""
-        ceiling = self.ceiling
-        left = max(0, math.floor(1000 * (ceiling.epsilon - self.epsilon)))
+        left = max(0, math.floor(1000 * (self.ceiling.epsilon - self.epsilon)))
         more = Charge(what="", name="", privacy_unit="", epsilon=left / 1000)
-        if left and epsilon_of((*self.charges, more), ceiling.delta) > ceiling.epsilon:
-            left -= 1  # floats: their sum is not that of the decimals
+        total = epsilon_of((*self.charges, more), self.ceiling.delta)
+        left -= left > 0 and total > self.ceiling.epsilon  # floats do not add up as decimals do
         return f"{left / 1000:g}"
 
     def __str__(self) -> str:

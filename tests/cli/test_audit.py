@@ -51,7 +51,7 @@ def test_a_plan_that_is_not_private_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--testing.insecure_noise_seed 0", "insecure_noise_seed.*NOT PRIVATE"),
+        ("--testing.insecure_noise_seed 0", "testing.insecure_noise_seed.*no claim"),
         ("--runs 199", "runs=199 .*steps=2: give at least 200"),
     ],
 )

@@ -269,7 +269,7 @@ def sweep(recipe: Path, folder: Path, *words: Any) -> int:
         ("composed --grid clip=1,2 --clip 3", "both swept and overridden"),
         ("composed --grid clip=1,2 --selection some", "selection='some'"),
         ("composed --grid clip=1,2 --mean_trials 0", "mean_trials=0.0"),
-        ("composed --grid clip=1,2 --testing.insecure_noise_seed 1", "NOT PRIVATE"),
+        ("composed --grid clip=1,2 --testing.insecure_noise_seed 0", "NOT PRIVATE"),
         ("composed --grid clip=1,-2", "clip=-2.0"),
         (
             "composed --grid clip=1,2 --neighboring_relation replace_one",
