@@ -84,7 +84,7 @@ def model_card(
     if not peft or masked or task in _PEFT_TASKS.values():
         auto = _AUTO_CLASSES.get(task or "", auto)
     return ModelCard.from_template(
-        _metadata(report, title, base_model, task, dataset, metrics, peft),
+        _metadata(report, title, base_model, task, dataset, metrics, peft, evaluations),
         template_path=str(TEMPLATE),
         report=report,
         title=title,
@@ -149,8 +149,9 @@ def _metadata(
     dataset: str | None,
     metrics: Mapping[str, float],
     peft: bool,
+    evaluations: Sequence[PrivateEvaluation],
 ) -> ModelCardData:
-    """Tags, base, data and scores (what `evaluate` computed, without speed and loss)."""
+    """Tags, base, data and scores (without speed and loss; of private rows as they were released)."""
     from huggingface_hub import EvalResult, ModelCardData
 
     scores = {
@@ -158,17 +159,12 @@ def _metadata(
         for name, value in metrics.items()
         if name.startswith("eval_") and not name.endswith(_NO_SCORE)
     }
+    found = [(dataset, "validation", name, score) for name, score in scores.items() if dataset]
+    found += [(made.rows, "private", made.metric, made.value) for made in evaluations]
     results = [
-        EvalResult(
-            task_type=task,
-            dataset_type=dataset,
-            dataset_name=dataset,
-            dataset_split="validation",
-            metric_type=name,
-            metric_value=value,
-        )
-        for name, value in scores.items()
-        if task and dataset
+        EvalResult(task, data, data, name, score, dataset_split=split)
+        for data, split, name, score in found
+        if task
     ]
     return ModelCardData(
         library_name="peft" if peft else "transformers",
@@ -176,7 +172,7 @@ def _metadata(
         datasets=[dataset] if dataset and "/" in dataset and _is_hub_id(dataset) else None,
         pipeline_tag=task,
         tags=[*(["differential-privacy"] if report.private else []), "dpzero", "zeroth-order"],
-        metrics=sorted(scores) or None,
+        metrics=sorted({*scores, *(made.metric for made in evaluations)}) or None,
         model_name=title if results else None,
         eval_results=results or None,
     )

@@ -23,6 +23,7 @@ from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.reporting.hub import build_hub_folder, push, write_model_card
 from hf_dpzero.reporting.model_card import model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
+from hf_dpzero.reporting.private_evaluations import PrivateEvaluation
 from hf_dpzero.reporting.public import public_recipe, public_results
 from hf_dpzero.reporting.weights import digest_weights
 from hf_dpzero.run_folder import keys
@@ -398,6 +399,26 @@ def test_card_metadata() -> None:
     (model,) = data["model-index"]
     (result,) = model["results"]
     assert result["metrics"] == [{"type": "accuracy", "value": 0.801}]
+
+
+def test_the_hubs_own_parser_reads_the_card() -> None:
+    """As the Hub does when a repository is pushed, but for its network check of names."""
+    made = PrivateEvaluation(
+        **{"rows": "wards.csv", "num_rows": 200, "metric": "accuracy", "step": STEPS},
+        **{"epsilon": 0.5, "sensitivity": 1, "noise_source": "os_entropy_exact"},
+        **{"trained_on": False, "released": 161},
+    )
+    data = huggingface_hub.ModelCard(full_card(evaluations=[made]).content).data
+    assert (data.base_model, data.license) == ("someone/tiny-bert", None)
+    assert "differential-privacy" in data.tags and data.model_name == "tiny-private"
+    public, private = data.eval_results
+    assert (public.dataset_name, public.metric_type) == ("stanfordnlp/sst2", "accuracy")
+    assert (public.dataset_split, public.metric_value) == ("validation", 0.801)
+    assert (private.dataset_name, private.metric_type) == ("wards.csv", "accuracy")
+    assert (private.dataset_split, private.metric_value) == ("private", 161 / 200)
+    for without in ({"metrics": {}}, {"task": None}, {"dataset": None}):
+        bare = huggingface_hub.ModelCard(full_card(**without).content).data
+        assert bare.eval_results is None and bare.base_model == "someone/tiny-bert"
 
 
 def test_card_text_states_privacy_results_use_and_limits() -> None:
