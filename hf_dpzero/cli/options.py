@@ -50,9 +50,7 @@ class Init(Options):
     target_epsilon: float = _option("epsilon of the whole run", required=True)
     target_delta: float | None = _option("delta; default 1 / (10 n), rounded")
     validation_file: str | None = _option("public rows of the same columns, to evaluate on")
-    holdout: float = _option(
-        "without them: share of the private rows to evaluate on, with noise", 0.0
-    )
+    holdout: float = _option("in place of them: share of the rows to evaluate on, with noise", 0.0)
     class_names: str | None = _option("names of the labels, such as a,b, where no public rows tell")
     model: str | None = _option("Hub id or folder; default one that suits the columns")
     text_column: str | None = _option("where the columns' names do not tell")

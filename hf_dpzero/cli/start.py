@@ -50,27 +50,25 @@ def run_init(arguments: Init) -> None:
     epsilon, delta = arguments.target_epsilon, arguments.target_delta
     # Refuses impossible ones.
     DPZeroConfig(use_cpu=True, target_epsilon=epsilon, target_delta=delta)
-    share, names = arguments.holdout, listed(arguments.class_names)
-    given = DataArguments(
-        train_file=train, validation_file=public, holdout=share, class_names=names
-    )
-    if arguments.script and (share or names):
+    held, names = arguments.holdout, listed(arguments.class_names)
+    given = DataArguments(train_file=train, validation_file=public, holdout=held, class_names=names)
+    if arguments.script and (held or names):
         raise ValueError("--holdout and --class_names are of recipes: leave --script out.")
     splits = load_splits(given, None) if public else DatasetDict(train=read_rows(Path(train)))
     rows, named = splits["train"], (arguments.text_column, arguments.text_pair_column)
     columns = detect_columns(rows, *named, arguments.label_column)
     require_columns(splits, [name for name in (*columns.texts, columns.label) if name])
-    if columns.kind == "classification" and share and not (public or names):
+    if columns.kind == "classification" and held and not (public or names):
         raise ValueError(
             "--holdout without public rows: name all labels in order, such as --class_names a,b. Their "
             "names become public, so they are not read from private rows."
         )
     starter = Starter(
         columns=columns,
-        num_examples=max(1, round(len(rows) * (1 - share))),
+        num_examples=max(1, round(len(rows) * (1 - held))),
         train_file=train,
         validation_file=public,
-        holdout=share,
+        holdout=held,
         class_names=names,
         model=arguments.model,
         target_epsilon=epsilon,
@@ -82,12 +80,12 @@ def run_init(arguments: Init) -> None:
         _check_new(path)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-    print(f"{columns}; n = {'about ' if share else ''}{starter.num_examples:,}")
+    print(f"{columns}; n = {'about ' if held else ''}{starter.num_examples:,}")
     print(f"written: {', '.join(map(str, files))}")
-    if public is None and not share:
+    if starter.public_file != public:
         print(f"next: write public rows to evaluate on into {starter.public_file}")
     print(f"then: {'python' if arguments.script else 'hf-dpzero train'} {target}")
-    if share:
+    if held:
         out = f"--model_name_or_path out/{target.stem}"
         print(f"then: hf-dpzero evaluate {target} {out} --epsilon {arguments.target_epsilon}")
 

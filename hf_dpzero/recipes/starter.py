@@ -178,9 +178,10 @@ class Starter:
         return self.columns.kind == "classification" and self.model in (None, ENCODER)
 
     @property
-    def public_file(self) -> str:
-        """Public rows: `validation_file`, or where they are to be written."""
-        return self.validation_file or f"public{Path(self.train_file).suffix}"
+    def public_file(self) -> str | None:
+        """Public rows: `validation_file`, or where to write them; None where none are needed."""
+        to_be = None if self.holdout else f"public{Path(self.train_file).suffix}"
+        return self.validation_file or to_be
 
     def _privacy(self, most: int) -> dict[str, Setting]:
         """Settings of the plan; a batch has `most` rows or fewer."""
@@ -225,14 +226,11 @@ class Starter:
             # Unit vectors make small logits: without a scale no direction moves a loss by much.
             model |= {"logit_scale": 10.0, "precompute_features": True, "trainable": "^classifier"}
         rows: dict[str, Setting] = {"task": "text_classification" if classes else task_file}
-        rows |= {"train_file": self.train_file}
-        rows |= {"holdout": self.holdout} if self.holdout else {}
-        if self.validation_file or not self.holdout:
-            rows |= {"validation_file": self.public_file}
+        rows |= {"train_file": self.train_file, "validation_file": self.public_file}
+        rows |= {"holdout": self.holdout or None, "class_names": self.class_names}
         if classes:
             rows |= dict(zip(("text_column", "text_pair_column"), texts, strict=False))
             rows |= {"label_column": self.columns.label, "max_seq_length": 128}
-            rows |= {"class_names": self.class_names} if self.class_names else {}
         else:
             rows |= {"prompt": "causal_lm", "max_seq_length": 512, "max_new_tokens": 50}
         run: dict[str, Setting] = {"microbatch_size": 64 if classes else 8, "logging_steps": 50}
@@ -245,7 +243,7 @@ class Starter:
             "run": run,
         }
         settings = {
-            part: "".join(_line(key, value) + "\n" for key, value in values.items())
+            part: "".join(_line(k, v) + "\n" for k, v in values.items() if v is not None)
             for part, values in parts.items()
         }
         n = f"{'about ' if self.holdout else ''}{self.num_examples:,}"
