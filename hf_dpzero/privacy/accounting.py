@@ -135,12 +135,13 @@ def epsilon_of_group(parts: tuple[Part, ...], delta: float, examples: int) -> fl
         return _on_grids(parts, delta, lambda left: _gaussian(moved, left))
     for spec, _ in parts:
         known = spec.sampling in ("poisson", "full_batch") and spec.distribution == "gaussian"
-        if not known or spec.relation == "replace_one" or not spec.noise_multiplier:
+        little = examples > 2000 * spec.noise_multiplier**2  # grids of above 10^6 points
+        if not known or spec.relation == "replace_one" or little:
             raise ValueError(
                 f"no bound for several examples together of sampling={spec.sampling!r}, "
                 f"{spec.distribution} noise of multiplier {spec.noise_multiplier:g} and "
                 f"{spec.relation}: known is Gaussian noise with poisson or full_batch, without "
-                "replace_one."
+                "replace_one, of a squared multiplier of at least a 2000th of the examples."
             )
 
     def account(left: float) -> float:

@@ -91,8 +91,9 @@ def _of_rows(
 ) -> dict[str, float | str]:
     """Epsilon of several rows together, where need be from that of one at other deltas."""
     numbers = [m for m in (2, 10, 100) if m <= plan.sampler.num_examples]
-    # of many kinds of steps mixtures take minutes, and groups' losses are no such sums
+    # mixtures of many kinds of steps, or of large losses, take minutes; groups' losses are no such sums
     few = plan.groups is None and len(plan.own_parts(steps)) <= 4
+    few = few and plan.epsilon(delta, at=steps) <= 20
     if few or plan.mu(steps) is not None:
         with contextlib.suppress(ValueError):  # another sampler, noise or relation
             found = {str(m): plan.epsilon_of_group(delta, m, steps) for m in numbers}

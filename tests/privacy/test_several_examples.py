@@ -45,6 +45,12 @@ def test_one_sampled_step_is_the_mixture_of_gaussians():
     assert delta(epsilon) <= DELTA < delta(0.97 * epsilon - 4e-3)
 
 
+def test_so_little_noise_that_its_losses_fill_the_memory_is_refused():
+    """2 rows at sigma = 0.02: losses up to (2 / 0.02)^2 / 2, 2.5 million points of a grid of 0.002."""
+    with pytest.raises(ValueError, match="of at least a 2000th"):
+        epsilon_of_group(((spec(noise_multiplier=0.02), 3),), DELTA, 2)
+
+
 @pytest.mark.parametrize(
     "changes", [{"relation": "replace_one"}, {"distribution": "laplace"}, FIXED], ids=str
 )
