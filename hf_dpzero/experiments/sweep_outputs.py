@@ -66,7 +66,7 @@ def _report_tuning(settings: SweepSettings, prepared: Prepared, folder: Path) ->
     trajectory = Trajectory.load(folder / SHIPPING_NAME)
     plan = PrivacyPlan.from_dict(trajectory.header["plan"])
     tuned = PrivacyReport.load(folder).with_tuning(
-        prepared.tuning, plan, at_least=prepared.epsilon or 0.0
+        prepared.tuning, plan, trajectory.header, at_least=prepared.epsilon or 0.0
     )
     if settings.tuning == "composed":
         # The run itself had a noise multiplier and no target: the sweep's was the recipe's.

@@ -309,7 +309,11 @@ class PrivacyReport:
         return replace(self, statement=words, deployment=deployment, **own)
 
     def with_tuning(
-        self, tuning: Tuning, plan: PrivacyPlan, at_least: float = 0.0
+        self,
+        tuning: Tuning,
+        plan: PrivacyPlan,
+        header: Mapping[str, Any],
+        at_least: float = 0.0,
     ) -> PrivacyReport:
         """Adds how the settings of a run of a sweep were chosen to numbers, statement and caveats.
 
@@ -317,6 +321,7 @@ class PrivacyReport:
           tuning: "none", "public", "not_accounted", or an entry of `privacy.selection`, whose
             total epsilon replaces the run's own.
           plan: the plan that ran.
+          header: of the run's ledger.
           at_least: a total epsilon that this run's part of a search may not understate.
 
         Raises:
@@ -334,7 +339,7 @@ class PrivacyReport:
         terms = self.other_terms if tuning in WORDS else {}  # of one run
         tuned = replace(self, tuning=tuning, epsilon=epsilon, planned_epsilon=planned)
         tuned = replace(tuned, other_terms=terms)
-        return tuned.in_words(plan, {})
+        return tuned.in_words(plan, header)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the content of `privacy_report.json`; infinite numbers are the string "inf"."""

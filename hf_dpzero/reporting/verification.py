@@ -65,7 +65,7 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
     found = PrivacyReport.from_header(header, steps=steps, delta=report.delta, **shipped)
     # A sweep replaces what its trials say, by an entry and the target of the whole.
     if isinstance(report.tuning, dict) and found.tuning in ("not_accounted", report.tuning):
-        found, aim = found.with_tuning(report.tuning, plan), report.target_epsilon
+        found, aim = found.with_tuning(report.tuning, plan, header), report.target_epsilon
         found = dataclasses.replace(
             found,
             # A lower bound: trials of other settings may cost more than the run that won.

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -349,19 +349,21 @@ def _related(parameter: Tensor, tensor: Tensor) -> bool:
     return bool((own @ saved).abs() > least * own.norm() * saved.norm())
 
 
-def share_fresh(model: nn.Module, pattern: str | None) -> float:
-    """The share of trained tensors that the checkpoints a model names lack; 0 where none is here."""
+def are_fresh(
+    model: nn.Module, pattern: str | None, which: Callable[[Iterable[bool]], bool] = all
+) -> bool:
+    """Whether the checkpoints that a model names are here, and lack `all` trained tensors, or `any`."""
     trained = [(n, p) for n, p in model.named_parameters() if is_trained(n, p, pattern)]
     renamed = names_on_disk(model)
     with _sources(model) as sources:
-        found = sum(
-            any(
+        fresh = (  # read one by one, no more than it takes
+            not any(
                 tensor.shape == parameter.shape
                 for tensor in _candidates(renamed.get(plain_name(name), plain_name(name)), sources)
             )
             for name, parameter in trained
         )
-        return 1 - found / len(trained) if trained and sources else 0.0
+        return bool(trained) and bool(sources) and which(fresh)
 
 
 @contextlib.contextmanager

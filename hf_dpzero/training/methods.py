@@ -5,6 +5,7 @@ Both kinds keep the same ledger under the same plan.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -63,7 +64,7 @@ from hf_dpzero.perturbation.trainable import select_trainable
 from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
 from hf_dpzero.privacy.words import group_warning
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder.base_model import share_fresh
+from hf_dpzero.run_folder.base_model import are_fresh
 from hf_dpzero.run_folder.folder import discard_unused
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import rate_on, steps_that_follow
@@ -270,9 +271,12 @@ class ZerothOrderMethod:
                 found = collectives.shared(landscape.measure(around, public, draws))
         return found
 
+    @functools.cached_property
+    def _size(self) -> float:  # once: it reads the checkpoint
+        return size_of_moved(self.run)
+
     def _rate_on(self, found: Landscape) -> float:
-        run = self.run
-        return rate_on(found, run.plan, run.args.lr_scheduler_type, size_of_moved(run))
+        return rate_on(found, self.run.plan, self.run.args.lr_scheduler_type, self._size)
 
     def lower_rate(self) -> float:
         """Looks at public rows again, and lowers the run's rate where their losses curve more by now.
@@ -343,14 +347,14 @@ def size_of_moved(run: Run) -> float:
     """
     trained = [p for p in run.model.parameters() if p.requires_grad]
     directions = run.plan.steps * run.args.num_directions
-    few = sum(p.numel() for p in trained) <= directions
-    if few or hasattr(run.model, "peft_config") or share_fresh(run.model, run.args.trainable):
+    if sum(p.numel() for p in trained) <= directions or hasattr(run.model, "peft_config"):
         return 0.0
     here = [
         local(p.detach()) for p in trained
-    ]  # of a sharded model rank 0's part tells, everywhere
+    ]  # of sharded weights rank 0's part, for all processes
     squares = sum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in here)
-    return collectives.shared(math.sqrt(squares / max(1, sum(p.numel() for p in here))))
+    size = math.sqrt(squares / max(1, sum(p.numel() for p in here)))
+    return collectives.shared(0.0 if are_fresh(run.model, run.args.trainable, any) else size)
 
 
 class FirstOrderMethod:

@@ -36,7 +36,7 @@ from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs, header_entries
 from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
-from hf_dpzero.run_folder.base_model import check_frozen, mark_as_trained, share_fresh
+from hf_dpzero.run_folder.base_model import are_fresh, check_frozen, mark_as_trained
 from hf_dpzero.run_folder.folder import (
     check_folder,
     checkpoint_of,
@@ -209,11 +209,8 @@ class DPZeroMixin(PublishingTrainer):
                 "another plan: make a new trainer, with another output_dir."
             )
         args.max_steps = plan.steps
-        rate = decide_rate(
-            self.args,
-            plan,
-            lambda: not self.rates_are_final and share_fresh(self.model, self.args.trainable) == 1,
-        )
+        fresh = functools.partial(are_fresh, self.model, self.args.trainable)
+        rate = decide_rate(self.args, plan, (lambda: False) if self.rates_are_final else fresh)
         args.learning_rate, delta = rate.value, args.delta(rows)
         self._decided = Decided(given, args, plan, delta, BudgetMeter(plan, delta), rate)
         return self._decided

@@ -170,7 +170,7 @@ def test_a_sweeps_entry_replaces_only_what_its_trials_say(tmp_path: Path) -> Non
         out = tmp_path / tuning
         trainer = finished(out, tuning=tuning, max_steps=2)
         plan, report = trainer.plan, PrivacyReport.load(out)
-        swept = report.with_tuning(composition_entry([plan, plan], ["clip"]), plan)
+        swept = report.with_tuning(composition_entry([plan, plan], ["clip"]), plan, {})
         swept.save(out)
         if tuning == "public":
             with pytest.raises(ValueError, match="are not of the same run.*tuning"):

@@ -112,7 +112,7 @@ def test_a_selected_run_reports_the_total(tmp_path):
     plan, trials = make_plan(accountant="rdp"), TrialCount(mean=5.0)
     entry = selection_entry(plan, trials, ["clip"], DELTA)
     again = json.loads(json.dumps(entry, allow_nan=False))
-    report = report_of(plan).with_tuning(again, plan)
+    report = report_of(plan).with_tuning(again, plan, {})
     total = selection_epsilon(plan, trials, DELTA)
     assert report.epsilon == total > plan.epsilon(DELTA)
     assert report.statement.startswith("The choice of settings, the weights and the trajectory")
@@ -127,15 +127,15 @@ def test_a_selected_run_reports_the_total(tmp_path):
 def test_other_tunings_change_words_alone():
     plan = make_plan()
     plain = report_of(plan)
-    loud, public = (plain.with_tuning(tuning, plan) for tuning in ("not_accounted", "public"))
+    loud, public = (plain.with_tuning(tuning, plan, {}) for tuning in ("not_accounted", "public"))
     assert loud.epsilon == plain.epsilon
     assert "NOT ACCOUNTED: this epsilon holds for one run" in loud.statement
     assert ("tuning", "NOT ACCOUNTED; epsilon is for one run alone") in loud.rows()
     assert public.statement == plain.statement
     assert any("The declaration is the user's" in caveat for caveat in public.caveats)
-    assert public.with_tuning("none", plan) == plain
+    assert public.with_tuning("none", plan, {}) == plain
     mezo = dataclasses.replace(plan, mechanism=NonPrivateMean(expected_batch_size=64.0))
-    report = report_of(mezo).with_tuning("not_accounted", mezo)
+    report = report_of(mezo).with_tuning("not_accounted", mezo, {})
     assert not report.private and report.statement.startswith("NOT PRIVATE")
 
 
@@ -143,10 +143,10 @@ def test_tuning_is_for_whole_runs_and_known_entries():
     plan = make_plan(accountant="rdp")
     entry = selection_entry(plan, TrialCount(mean=5.0), ["clip"], DELTA)
     with pytest.raises(ValueError, match="tuning is accounted for whole runs"):
-        report_of(plan, steps=3).with_tuning(entry, plan)
+        report_of(plan, steps=3).with_tuning(entry, plan, {})
     for wrong in ("free", {"composition": {}}, {}, {"repeat_and_select": {"mean_trials": 2}}):
         with pytest.raises(ValueError, match="in a privacy report; it is one of"):
-            report_of(plan).with_tuning(wrong, plan)
+            report_of(plan).with_tuning(wrong, plan, {})
 
 
 def test_a_composition_lists_the_run_itself():
@@ -165,7 +165,7 @@ def test_a_composition_lists_the_run_itself():
 def selected() -> tuple[PrivacyPlan, PrivacyReport]:
     plan = make_plan(steps=3, accountant="rdp")
     entry = selection_entry(plan, TrialCount(mean=5.0), ["clip"], DELTA)
-    return plan, report_of(plan).with_tuning(entry, plan)
+    return plan, report_of(plan).with_tuning(entry, plan, {})
 
 
 def test_the_hub_ships_a_selected_run_with_its_total_or_more_and_not_with_less(selected, tmp_path):

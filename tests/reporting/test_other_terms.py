@@ -134,10 +134,17 @@ def test_nothing_is_stated_without_privacy_or_of_a_search():
     plan = dataclasses.replace(plan_of(), mechanism=NonPrivateMean(expected_batch_size=B))
     assert terms_of(plan) == terms_of(plan_of(), log_private_diagnostics=True) == {}
     found = report_of(plan_of(), in_other_terms=True)
-    assert found.with_tuning("not_accounted", plan_of()).other_terms == found.other_terms
+    assert found.with_tuning("not_accounted", plan_of(), {}).other_terms == found.other_terms
     entry = {"mean_trials": 2.0, "swept": ["clip"], "epsilon_one_run": found.epsilon}
     tuning = {"repeat_and_select": entry}
-    assert found.with_tuning(tuning, plan_of()).other_terms == {}
+    assert found.with_tuning(tuning, plan_of(), {}).other_terms == {}
+
+
+def test_a_search_keeps_the_caveats_that_only_the_ledger_knows():
+    found = report_of(plan_of(), public_texts="ab" * 32)
+    tuned = found.with_tuning("not_accounted", plan_of(), {"public_texts": "ab" * 32})
+    (told,) = [text for text in found.caveats if "fitted, without noise, to text" in text]
+    assert told in tuned.caveats
 
 
 def test_the_file_is_verified_in_other_terms_too(tmp_path: Path):

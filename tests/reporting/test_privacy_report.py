@@ -428,10 +428,10 @@ def test_earlier_runs_survive_the_file_and_tuning(tmp_path: Path) -> None:
     found = report(plan, earlier_runs=runs_in(base))
     found.save(tmp_path)
     assert PrivacyReport.load(tmp_path) == found
-    tuned = PrivacyReport.load(tmp_path).with_tuning("not_accounted", plan)
+    tuned = PrivacyReport.load(tmp_path).with_tuning("not_accounted", plan, {})
     assert tuned.caveats[:2] == found.caveats[:2]
     assert "leaky, which is NOT PRIVATE" in tuned.statement
-    assert tuned.with_tuning("none", plan) == found
+    assert tuned.with_tuning("none", plan, {}) == found
     assert str(tmp_path) not in json.dumps(found.to_dict())
 
 
