@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Hashable, Iterator, Mapping, Sized
+from typing import Any
 
 import datasets
 import numpy as np
@@ -60,11 +61,27 @@ def units_of(dataset: Dataset, column: str, most: int) -> Units:
     Raises:
       ValueError: no such column, a row without a value, one value for all rows, or one for each.
     """
-    values = column_values(dataset, column)
-    what = f"unit_column={column!r}"
+    what, values = f"unit_column={column!r}", unit_values(dataset, column, "train_dataset")
+    units = Units.of(values, most)
+    if not 1 < len(units) < len(values):
+        found = "one value for all rows" if len(units) == 1 else "another value for each row"
+        raise ValueError(
+            f"{what} has {found}: name the column that says whose rows they are, or leave it out where "
+            "each row is a unit by itself."
+        )
+    return units
+
+
+def unit_values(dataset: object, column: str, name: str) -> list[Any]:
+    """Returns whose each row is.
+
+    Raises:
+      ValueError: no such column, or a row without a value.
+    """
+    what, values = f"unit_column={column!r}", column_values(dataset, column)
     if values is None:
         raise ValueError(
-            f"{what} is no column of train_dataset: keep it where the rows are tokenised (the trainer "
+            f"{what} is no column of {name}: keep it where the rows are tokenised (the trainer "
             "takes it away from the model's inputs itself), or name another."
         )
     if (missing := sum(value is None or value != value for value in values)) or not all(
@@ -74,14 +91,7 @@ def units_of(dataset: Dataset, column: str, most: int) -> Units:
             f"{what} has {missing or 'lists in place of'} {'rows without a ' * bool(missing)}value"
             f"{'' if missing else 's'}: every row needs one name, number or id of its unit."
         )
-    units = Units.of(values, most)
-    if not 1 < len(units) < len(values):
-        found = "one value for all rows" if len(units) == 1 else "another value for each row"
-        raise ValueError(
-            f"{what} has {found}: name the column that says whose rows they are, or leave it out where "
-            "each row is a unit by itself."
-        )
-    return units
+    return values
 
 
 def check_rows(dataset: object) -> None:

@@ -56,6 +56,9 @@ class Init(Options):
     text_column: str | None = _option("where the columns' names do not tell")
     text_pair_column: str | None = _option("the second text of a pair")
     label_column: str | None = _option("where the columns' names do not tell")
+    unit_column: str | None = _option(
+        "column that says whose a row is: epsilon is then for a person"
+    )
     script: bool = _option("a script instead of a recipe", False)
     output: str | None = _option("file to write; default the name of train_file")
 

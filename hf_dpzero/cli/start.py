@@ -41,6 +41,7 @@ def run_init(arguments: Init) -> None:
 
     from datasets import DatasetDict
 
+    from hf_dpzero.checks.data import units_of
     from hf_dpzero.recipes.starter import Starter, detect_columns
     from hf_dpzero.settings.config import DPZeroConfig
     from hf_dpzero.tasks.description import DataArguments
@@ -52,24 +53,35 @@ def run_init(arguments: Init) -> None:
     DPZeroConfig(use_cpu=True, target_epsilon=epsilon, target_delta=delta)
     held, names = arguments.holdout, listed(arguments.class_names)
     given = DataArguments(train_file=train, validation_file=public, holdout=held, class_names=names)
-    if arguments.script and (held or names):
-        raise ValueError("--holdout and --class_names are of recipes: leave --script out.")
+    unit = arguments.unit_column
+    if arguments.script and (held or names or unit):
+        raise ValueError(
+            "--holdout, --class_names and --unit_column are of recipes: leave --script out."
+        )
     splits = load_splits(given, None) if public else DatasetDict(train=read_rows(Path(train)))
     rows, named = splits["train"], (arguments.text_column, arguments.text_pair_column)
-    columns = detect_columns(rows, *named, arguments.label_column)
+    units = len(rows) if unit is None else len(units_of(rows, unit, 1))
+    others = rows.remove_columns([unit] if unit else [])
+    columns = detect_columns(others, *named, arguments.label_column)
     require_columns(splits, [name for name in (*columns.texts, columns.label) if name])
     if columns.kind == "classification" and held and not (public or names):
         raise ValueError(
             "--holdout without public rows: name all labels in order, such as --class_names a,b. Their "
             "names become public, so they are not read from private rows."
         )
+    if unit and columns.kind != "classification":
+        raise ValueError(
+            f"--unit_column {unit}: a recipe keeps the column of classifications only, and these rows "
+            f"are {columns}. Pass a train_dataset with it to DPZeroTrainer."
+        )
     starter = Starter(
         columns=columns,
-        num_examples=max(1, round(len(rows) * (1 - held))),
+        num_examples=max(1, round(units * (1 - held))),
         train_file=train,
         validation_file=public,
         holdout=held,
         class_names=names,
+        unit_column=unit,
         model=arguments.model,
         target_epsilon=epsilon,
         target_delta=delta,

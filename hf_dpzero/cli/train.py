@@ -153,7 +153,8 @@ def run_evaluate(arguments: Evaluate) -> None:
         held = private and arguments.private_file is None
         if held:
             held_out(task.splits, Path(recipe.model.model_name_or_path))
-        build.refuse_training_texts(task, arguments.trained_on or held)
+        trained_on, units = arguments.trained_on or held, recipe.training.unit_column
+        build.refuse_training_texts(task, trained_on, unit_column=units)
         # of another model nothing is fitted
         public = recipe.model.public_file if statement == ZERO_SHOT else None
         build.digest_of_public_texts(public, recipe.data, task)
@@ -166,7 +167,7 @@ def run_evaluate(arguments: Evaluate) -> None:
             with contextlib.suppress(OSError, ValueError):  # a recipe of rows that are not here
                 other = load_recipe(file, {"output_dir": scratch}).data
             if other is not None and rows(other) != rows(recipe.data):
-                build.refuse_rows_of(other, task, public, arguments.trained_on or held)
+                build.refuse_rows_of(other, task, public, trained_on, units)
         if private:
             found, shown = _evaluate_privately(recipe, task, base, folder, arguments)
         else:

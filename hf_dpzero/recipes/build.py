@@ -123,7 +123,10 @@ def with_kept_column(
 
 
 def refuse_training_texts(
-    task: AnyTask, trained_on: bool = False, train: datasets.Dataset | None = None
+    task: AnyTask,
+    trained_on: bool = False,
+    train: datasets.Dataset | None = None,
+    unit_column: str | None = None,
 ) -> None:
     """Refuses validation rows whose texts are those of private rows, for training or for evaluation.
 
@@ -131,12 +134,13 @@ def refuse_training_texts(
       task: with a split "private" where rows are evaluated with noise.
       trained_on: rows of that split may be training rows.
       train: the training rows; default the task's own.
+      unit_column: of the evaluation; of none of its units may there be training rows.
 
     Raises:
       ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
     from hf_dpzero.checks.evaluation_rows import PrivateRows
-    from hf_dpzero.training.private_evaluation import PUBLIC, TRAINED_ON
+    from hf_dpzero.training.private_evaluation import PUBLIC, TRAINED_ON, refuse_units
 
     # The trainer compares tokens or features, which say less: two texts may be cut to the same tokens,
     # and features of one text differ in the last bit.
@@ -145,6 +149,8 @@ def refuse_training_texts(
         rows.refuse(task.splits.get("validation"))
     if not trained_on:
         PrivateRows(train, TRAINED_ON, None).refuse(private)
+        if unit_column is not None and private is not None:
+            refuse_units(train, private, unit_column)
 
 
 def digest_of_public_texts(file: str | None, data: DataArguments, task: AnyTask) -> str | None:
@@ -176,7 +182,11 @@ def digest_of_public_texts(file: str | None, data: DataArguments, task: AnyTask)
 
 
 def refuse_rows_of(
-    data: DataArguments, task: AnyTask, public: str | None = None, trained_on: bool = False
+    data: DataArguments,
+    task: AnyTask,
+    public: str | None = None,
+    trained_on: bool = False,
+    unit_column: str | None = None,
 ) -> None:
     """Refuses evaluation rows and public text that another recipe's private data has, drawn or not.
 
@@ -186,7 +196,7 @@ def refuse_rows_of(
       data: of the other recipe, such as the one that the evaluated model was trained with.
       task: what is evaluated.
       public: the `public_file` that components are fitted to, if any are.
-      trained_on: as in `refuse_training_texts`.
+      trained_on, unit_column: as in `refuse_training_texts`.
 
     Raises:
       ValueError: see `checks.evaluation_rows.PrivateRows`.
@@ -203,7 +213,7 @@ def refuse_rows_of(
         private = build_task(whole).splits["train"]
     except (OSError, ValueError):
         return
-    refuse_training_texts(task, trained_on, private)
+    refuse_training_texts(task, trained_on, private, unit_column)
     if public is not None and isinstance(task, Task):
         public_rows(task, public, private)
 

@@ -36,6 +36,7 @@ _COMMENTS = {
     "class_names": "in order; public: config.json ships them",
     "target_epsilon": "all steps together; the noise is calibrated for it",
     "target_delta": "well below 1 / n",
+    "unit_column": "all rows with one value are one unit, a person",
     "expected_batch_size": "B; each row joins a step with probability B / n",
     "max_steps": "T; 2 K forward passes a step, or K + 1",
     "label_column": "class_names: [...] names the labels; else validation_file does",
@@ -152,11 +153,12 @@ class Starter:
 
     Attributes:
       columns: of the rows.
-      num_examples: n, rows of `train_file`, less those held out.
+      num_examples: n, rows (or units) of `train_file`, less those held out.
       train_file: the private rows.
       validation_file: public rows; None leaves a name to be filled in, but with `holdout`.
       holdout: share of the rows that is held out for private evaluation.
       class_names: names of the labels; None where public rows have them.
+      unit_column: whose rows are one unit; None where each row is one.
       target_epsilon: of the whole run.
       target_delta: None takes 1 / (10 n).
       model: Hub id or folder; None takes one that suits the rows.
@@ -171,6 +173,7 @@ class Starter:
     model: str | None = None
     holdout: float = 0.0
     class_names: list[str] | None = None
+    unit_column: str | None = None
 
     @property
     def _trains_head(self) -> bool:
@@ -191,6 +194,7 @@ class Starter:
             "target_delta": self.target_delta or float(f"{0.1 / self.num_examples:.0e}"),
             "sampling": "poisson",
             "expected_batch_size": self._batch(most),
+            **({"unit_column": self.unit_column} if self.unit_column else {}),
         }
 
     def _batch(self, most: int) -> int:
@@ -247,7 +251,8 @@ class Starter:
             for part, values in parts.items()
         }
         n = f"{'about ' if self.holdout else ''}{self.num_examples:,}"
-        named = {"name": name, "n": n, "columns": str(self.columns)}
+        unit = f"all rows of one {self.unit_column}" if self.unit_column else "one row"
+        named = {"name": name, "n": n, "columns": str(self.columns), "unit": unit}
         files = {name: _filled("recipe.yaml", train=self.train_file, **named, **settings)}
         if not classes:
             fields = {"first": texts[0], "second": texts[-1], "label": self.columns.label}

@@ -30,7 +30,7 @@ class PrivateEvaluation:
 
     Attributes:
       rows: a public name of the data, such as the file's.
-      num_rows: n; counts as public.
+      num_rows: n, of units one row each; counts as public.
       metric: what is 1 for a right answer: "accuracy" or "exact_match".
       step: the weights are those after so many steps; None where nobody says.
       epsilon: of this release; delta is 0.
@@ -38,6 +38,7 @@ class PrivateEvaluation:
       noise_source: where the discrete Laplace noise came from.
       trained_on: rows may be rows of train_dataset too.
       released: the count of right answers with noise, any integer.
+      privacy_unit: what the guarantee is for one of, as reports name it.
     """
 
     rows: str
@@ -49,6 +50,7 @@ class PrivateEvaluation:
     noise_source: str
     trained_on: bool
     released: int
+    privacy_unit: str = EXAMPLE
 
     @property
     def mechanism(self) -> PrivateCount:
@@ -79,8 +81,9 @@ class PrivateEvaluation:
 
     def __str__(self) -> str:
         headline = (
-            f"{self.metric} {_percent(self.value)} on {self.num_rows} private rows ({self.rows}), "
-            f"released with epsilon = {round_up(self.epsilon)}, delta = 0"
+            f"{self.metric} {_percent(self.value)} on {self.num_rows} private rows ({self.rows}"
+            f"{', one of each unit' * (self.unit != 'row')}), released with epsilon = "
+            f"{round_up(self.epsilon)}, delta = 0"
         )
         if is_seeded(self.noise_source):
             headline = f"NOT PRIVATE: the noise is {self.noise_source}. {headline}"
@@ -90,7 +93,12 @@ class PrivateEvaluation:
   these rows  {_percent(*these)} (at least 95 %, over the noise alone)
   population  {_percent(*population)} (at least 95 %, over noise and sampling of the rows)
   released    {self.released} right answers, with discrete Laplace noise of scale {scale}
-  neighbours  adding, removing or replacing one row; the number of rows is public"""
+  neighbours  adding, removing or replacing one {self.unit}; the number of rows is public"""
+
+    @property
+    def unit(self) -> str:
+        """What the guarantee is for one of, in words of evaluations."""
+        return "row" if self.privacy_unit == EXAMPLE else self.privacy_unit
 
 
 def _percent(low: float, high: float | None = None) -> str:
@@ -134,20 +142,25 @@ def evaluations_in(folder: str | os.PathLike[str]) -> list[PrivateEvaluation]:
 
 
 def together(report: PrivacyReport | None, evaluations: Sequence[PrivateEvaluation]) -> str:
-    """Says what the releases on record cost a row, alone and with the training of `report`.
+    """Says what the releases on record cost a row or unit, alone and with the training of `report`.
 
     Pure epsilons add up (basic composition), as if all evaluations were on the same rows. A row that was
     either trained on or evaluated is protected by the larger epsilon (parallel composition): the other
-    part does not change with it. One that was both is protected by the sum.
+    part does not change with it. One that was both is protected by the sum. What protects a unit
+    protects each of its rows.
     """
+    units = {made.privacy_unit: made.unit for made in evaluations}
+    protected, unit = units.popitem() if len(units) == 1 else (EXAMPLE, "row")
     spent = float(sum(Decimal(repr(made.epsilon)) for made in evaluations))
     releases = f"{len(evaluations)} private evaluation{'s' * (len(evaluations) > 1)} on record"
     if any(is_seeded(made.noise_source) for made in evaluations):
         return f"NOT PRIVATE: {releases}, and seeded noise can be subtracted by anybody."
-    words = f"{releases}: epsilon = {round_up(spent)}, delta = 0 for the evaluated rows, added up."
+    words = (
+        f"{releases}: epsilon = {round_up(spent)}, delta = 0 for each evaluated {unit}, added up."
+    )
     if report is None or not report.private:
         return f"{words} No epsilon is claimed for rows of a training."
-    if report.privacy_unit != EXAMPLE:
+    if report.privacy_unit != protected:
         return (
             f"{words} The training states epsilon for one {report.privacy_unit}: for another unit, so "
             "the two are not put together."
@@ -155,9 +168,9 @@ def together(report: PrivacyReport | None, evaluations: Sequence[PrivateEvaluati
     end = f", delta = {delta_words(report.delta)}"
     if any(made.trained_on for made in evaluations):
         whole = round_up(report.epsilon + spent)
-        return f"{words} Rows that were trained on too: epsilon = {whole}{end} in all."
+        return f"{words} Where it was trained on too: epsilon = {whole}{end} in all."
     whole = round_up(max(report.epsilon, spent))
     return (
-        f"{words} With the training: epsilon = {whole}{end} for each row, none of which was both "
-        "trained on and evaluated."
+        f"{words} With the training: epsilon = {whole}{end} for each {unit}, none of which was "
+        "both trained on and evaluated."
     )

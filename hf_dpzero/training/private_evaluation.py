@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 
-from hf_dpzero.checks.data import check_draws
+from hf_dpzero.batches.units import Units
+from hf_dpzero.checks.data import check_draws, unit_values
 from hf_dpzero.checks.evaluation_rows import PrivateRows
 from hf_dpzero.checks.model import check_kernels_are_fixed, check_layers, check_widths
 from hf_dpzero.estimators.random_state import isolated_randomness
@@ -24,6 +26,7 @@ from hf_dpzero.reporting.private_evaluations import (
     evaluations_in,
 )
 from hf_dpzero.run_folder.left_on_disk import note_caches
+from hf_dpzero.settings.row_groups import column_values
 
 if TYPE_CHECKING:
     from hf_dpzero.training.publishing import PublishingTrainer
@@ -60,9 +63,10 @@ def evaluate_privately(
 
     A row is evaluated and scored by itself, so whether it counts follows from it and the weights, and
     one row more, one less or another in its place moves the count by at most 1: the release is
-    (epsilon, 0)-differentially private. It is on disk, in `private_evaluations.jsonl` of output_dir,
-    before this returns; on the same rows epsilons add up. From then on these rows are refused as
-    evaluation data.
+    (epsilon, 0)-differentially private. With `unit_column` one row of each unit is drawn anew, so it is
+    so for a unit, whose rows are right as often as the count expects. It is on disk, in
+    `private_evaluations.jsonl` of output_dir, before this returns; on the same rows epsilons add up.
+    From then on these rows are refused as evaluation data.
 
     Args:
       dataset: private rows of the form of eval_dataset; their number counts as public.
@@ -78,8 +82,9 @@ def evaluate_privately(
         rows, several processes, no budget left.
       OSError: the record cannot be written; nothing was released.
     """
-    mechanism = PrivateCount(epsilon)  # of units with several rows: their number is its sensitivity
+    mechanism = PrivateCount(epsilon)
     made = _checked(self, dataset, trained_on)
+    counted = _one_of_each_unit(self, dataset, made, trained_on)
     earlier = evaluations_in(self.output_dir)  # refuses a damaged record before minutes of passes
     noise = getattr(self, "noise", None) or SecureNoise()
     budget_file = budget_file or self.args.budget_file
@@ -101,7 +106,7 @@ def evaluate_privately(
     if run is not None and run.begun:
         run.method.settle_()
     with isolated_randomness(), evaluation_mode(self.model):
-        for scores in _scores(self, made):  # the first row's twice
+        for scores in _scores(self, counted):  # the first row's twice
             metric = metric or next((name for name in METRICS if name in scores), METRICS[-1])
             if metric not in scores:
                 raise ValueError(
@@ -122,7 +127,8 @@ def evaluate_privately(
         budgets.pay(budget_file, charge)
     evaluation = PrivateEvaluation(
         rows=rows,
-        num_rows=len(made),
+        num_rows=len(counted),
+        privacy_unit=self.args.privacy_unit,
         metric=str(metric),
         step=step,
         epsilon=float(epsilon),
@@ -148,11 +154,6 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
             "evaluate_privately scores one row at a time by compute_metrics: let it return accuracy or "
             "exact_match of the rows it is given, without batch_eval_metrics."
         )
-    if trainer.args.unit_column is not None:  # its sensitivity: the rows of a unit that count
-        raise ValueError(
-            f"unit_column={trainer.args.unit_column!r} protects a unit, and evaluate_privately one "
-            "row: give a file with one row of each unit, and leave unit_column out there."
-        )
     made = dataset if trainer._texts is None else trainer._texts.evaluated(dataset, private=True)
     if isinstance(made, Mapping | IterableDataset) or not getattr(made, "__len__", int)():
         raise ValueError(
@@ -168,6 +169,29 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
     check_kernels_are_fixed(trainer.args.device.type)
     check_draws(trainer.data_collator, made)
     return made
+
+
+def _one_of_each_unit(trainer: PublishingTrainer, dataset: Any, made: Any, trained_on: bool) -> Any:
+    """Of rows `made` of a data set one of each unit, so that the counted ones are independent too."""
+    column = trainer.args.unit_column
+    if column is None:
+        return made
+    if not trained_on and trainer.train_dataset is not None:
+        refuse_units(trainer.train_dataset, dataset, column)
+    units = Units.of(unit_values(dataset, column, "the private rows"), most=1)
+    # By the unit's number, which one unit more may change: so the key is secret, and of this draw.
+    drawn, _ = units.drawn(range(len(units)), 0, secrets.token_bytes(32))
+    return made.select(drawn) if hasattr(made, "select") else Subset(made, drawn.tolist())
+
+
+def refuse_units(train: Any, private: Any, column: str) -> None:
+    """Refuses rows of units that have training rows too, which `trained_on` would say.
+
+    Raises:
+      ValueError: there is one.
+    """
+    if not {*(column_values(train, column) or ())}.isdisjoint(column_values(private, column) or ()):
+        raise ValueError(f"unit_column={column!r}: of some unit {TRAINED_ON}")
 
 
 def _scores(trainer: PublishingTrainer, dataset: Any) -> Iterator[Mapping[str, Any]]:

@@ -108,26 +108,39 @@ def test_script_and_recipe_of_one_file_are_the_same_run(capsys):
     assert recipe.model.model_name_or_path in script
 
 
-@pytest.mark.parametrize("kind", ["text", "answers"])
+@pytest.mark.parametrize("kind", ["text", "people", "answers"])
 def test_a_starter_without_public_rows_trains_and_is_evaluated(
     kind, tmp_path, bert_checkpoint, capsys
 ):
     """By the two commands that it prints."""
-    model = bert_checkpoint if kind == "text" else save_causal_lm(tmp_path / "model")
-    named = ["--class_names", "neg,pos"] if kind == "text" else []
-    train = ["--train_file", write("mine.jsonl", kind, 60), "--holdout", "0.5"]
-    said = init(capsys, *train, *named, "--model", model)
-    assert "n = about 30" in said and "public" not in said
+    people, texts = kind == "people", kind != "answers"
+    model = bert_checkpoint if texts else save_causal_lm(tmp_path / "model")
+    named = ["--class_names", "neg,pos"] if texts else []
+    train = ["--train_file", write("mine.jsonl", "text" if texts else kind, 60), "--holdout", "0.5"]
+    if people:
+        table = pd.read_json("mine.jsonl", lines=True)
+        table.assign(who=[f"p{i // 3}" for i in range(60)]).to_json(
+            "mine.jsonl", orient="records", lines=True
+        )
+        named += ["--unit_column", "who"]
+    said, units = init(capsys, *train, *named, "--model", model), 20 if people else 60
+    assert f"n = about {units // 2}" in said and "public" not in said
     first, second = re.findall(r"^then: hf-dpzero (.*)$", said, re.MULTILINE)
-    small = [*SHORT, "--num_directions=1"] if kind == "text" else ["--use_cpu", "--max_steps=2"]
-    small += [] if kind == "text" else ["--max_seq_length=128", "--max_new_tokens=4"]
+    small = [*SHORT, "--num_directions=1"] if texts else ["--use_cpu", "--max_steps=2"]
+    small += [] if texts else ["--max_seq_length=128", "--max_new_tokens=4"]
     assert main.main([*first.split(), *small]) == 0, capsys.readouterr().err
     capsys.readouterr()
     assert main.main([*second.split(), *small, "--json"]) == 0, capsys.readouterr().err
     found = json.loads(capsys.readouterr().out)
     report = json.loads(Path("out/mine/privacy_report.json").read_text())
-    assert found["epsilon"] == 2 and 0 < found["num_rows"] == 60 - report["num_examples"] < 60
+    assert found["epsilon"] == 2 and 0 < found["num_rows"] == units - report["num_examples"] < units
     assert "epsilon = 2, " in found["together"]  # the larger of the two, not the sum
+    if people:
+        assert "for each who with all its rows, none of which was both" in found["together"]
+        table = pd.read_json("mine.jsonl", lines=True).assign(review="other words")
+        table.to_json("again.jsonl", orient="records", lines=True)
+        assert main.main([*second.split(), *small, "--private_file", "again.jsonl"]) == 2
+        assert "of some unit" in capsys.readouterr().err
 
 
 def test_a_starter_of_pairs(capsys):
@@ -217,5 +230,8 @@ def test_init_refuses(capsys):
     assert "is no share of the rows" in init(capsys, *held[:4], "--holdout", "1", status=2)
     init(capsys, *held)  # with public rows too: these name the labels
     assert load_recipe("held.yaml").data.holdout == 0.1
+    asked = [*files("text")[:2], "--output", "units.yaml", "--unit_column"]
+    assert "is no column" in init(capsys, *asked, "who", status=2)
+    assert "another value for each row" in init(capsys, *asked, "review", status=2)
     chats = write("chats.jsonl", "messages", 4)
     assert "--script" in init(capsys, "--train_file", chats, status=2)

@@ -136,6 +136,9 @@ def test_disjoint_rows_take_the_larger_epsilon_and_shared_rows_the_sum(tmp_path)
     shared = trainer.evaluate_privately(trainer.train_dataset, 0.125, trained_on=True)
     of_units = dataclasses.replace(report, privacy_unit="who with all its rows")
     assert "for another unit" in together(of_units, [small])
+    people = dataclasses.replace(small, privacy_unit="who with all its rows")
+    assert "for each who with all its rows, none of which" in together(of_units, [people])
+    assert "for each evaluated row, added up" in together(of_units, [small, people])
     whole = float(together(report, [shared]).split("too: epsilon = ")[1].split(",")[0])
     assert report.epsilon + 0.125 <= whole < report.epsilon + 0.127
 
@@ -165,6 +168,53 @@ def test_rows_of_the_other_kind_are_refused(tmp_path):
         trainer.train()
 
 
+def people(model: Any, count: int = 40) -> tuple[Dataset, int]:
+    """Rows of people whom the model always answers right, or always wrong, and how many it does."""
+    data = rows(count)
+    names = [f"{'rw'[1 - hit]}{i % 5}" for i, hit in enumerate(right(model, data).astype(int))]
+    return data.add_column("who", names), len({name for name in names if name[0] == "r"})
+
+
+def test_a_person_moves_the_count_by_one_however_many_rows_it_has(tmp_path):
+    trainer = evaluator(tmp_path)
+    trainer.args.unit_column = "who"
+    data, wanted = people(trainer.model)
+    made = trainer.evaluate_privately(data, 0.5)
+    assert (made.released, made.num_rows) == (wanted, len(set(data["who"]))) and wanted > 1
+    assert made.privacy_unit == "who with all its rows" and "one of each unit" in str(made)
+    assert "replacing one who with all its rows" in str(made)
+    hits = data.filter(lambda row: row["who"][0] == "r").remove_columns("who")
+    crowd = hits.add_column("who", ["crowd"] * len(hits))  # first, so that all others' numbers move
+    more = trainer.evaluate_privately(concatenate_datasets([crowd, data]), 0.5)
+    assert more.released == wanted + 1 and more.num_rows == made.num_rows + 1
+    with pytest.raises(ValueError, match="were evaluated privately"):  # drawn or not
+        trainer.evaluate(data.select(range(3)))
+
+
+@pytest.mark.false_alarm(2e-12)
+def test_each_release_draws_the_row_of_a_person_anew(tmp_path):
+    trainer = evaluator(tmp_path)
+    trainer.args.unit_column = "who"
+    data, hits = rows(40), right(trainer.model, rows(40))
+    both = data.select([int(hits.argmax()), int(hits.argmin())]).add_column("who", ["ann"] * 2)
+    found = {trainer.evaluate_privately(both, 0.5).released for _ in range(40)}
+    assert found == {0, 1}
+
+
+def test_people_who_were_trained_on_are_refused(tmp_path):
+    trainer = evaluator(tmp_path)
+    trainer.args.unit_column = "who"
+    data, wanted = people(trainer.model)
+    trained = trainer.train_dataset
+    trainer.train_dataset = trained.add_column("who", ["r0"] * len(trained))
+    with pytest.raises(ValueError, match="of some unit .*trained_on=True"):
+        trainer.evaluate_privately(data, 0.5)
+    assert trainer.evaluate_privately(data, 0.5, trained_on=True).released == wanted
+    unnamed = data.remove_columns("who").add_column("who", [None] * len(data))
+    with pytest.raises(ValueError, match="every row needs one name"):
+        trainer.evaluate_privately(unnamed, 0.5, trained_on=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "given", "words"),
     [
@@ -179,7 +229,7 @@ def test_rows_of_the_other_kind_are_refused(tmp_path):
         ({}, {"dataset": rows().to_iterable_dataset()}, "give one data set"),
         ({"batch_eval_metrics": True}, {}, "one row at a time"),
         ({"compute_metrics": None}, {}, "by compute_metrics"),
-        ({"unit_column": "person"}, {}, "one row of each unit"),
+        ({"unit_column": "person"}, {}, "is no column of the private rows"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(tmp_path, settings, given, words):
