@@ -203,8 +203,7 @@ def opacus_rules() -> Mapping[type, Callable[..., dict[nn.Parameter, Tensor]]]:
         from opacus.grad_sample.grad_sample_module import GradSampleHooks
     except ImportError:
         raise ImportError(
-            "per-example gradients need opacus, which is not installed; run "
-            "pip install 'hf-dpzero[first-order]'"
+            "per-example gradients need opacus, which is not installed; run pip install opacus"
         ) from None
     rules: Mapping[type, Callable[..., dict[nn.Parameter, Tensor]]] = GradSampleHooks.GRAD_SAMPLERS
     return rules

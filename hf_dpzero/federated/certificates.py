@@ -22,7 +22,7 @@ try:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 except ImportError:
-    raise ImportError("certificates need Flower: pip install 'hf-dpzero[federated]'.") from None
+    raise ImportError("certificates need cryptography: pip install cryptography.") from None
 
 _PEM = serialization.Encoding.PEM
 

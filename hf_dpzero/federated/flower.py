@@ -72,7 +72,7 @@ def check_flower() -> None:
     if importlib.util.find_spec("flwr") is None:
         raise ImportError(
             "federated runs travel by Flower, which is not installed: pip install "
-            "'hf-dpzero[federated]' (CPython 3.11 or newer), or use --engine in_process."
+            "'flwr[simulation]' (CPython 3.11 or newer), or use --engine in_process."
         )
 
 

@@ -144,9 +144,7 @@ def partitioned(labels: Sequence[int], clients: int, partition: str, seed: int) 
     try:
         from flwr_datasets import partitioner
     except ImportError:
-        raise ImportError(
-            "partitions need flwr-datasets: pip install 'hf-dpzero[federated-partitions]'."
-        ) from None
+        raise ImportError("partitions need flwr-datasets: pip install flwr-datasets.") from None
     from datasets import Dataset
 
     made = getattr(partitioner, kind)(seed=seed, **settings)

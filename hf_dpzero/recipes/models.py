@@ -399,7 +399,7 @@ def loading_settings(
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f"load_in_{arguments.quantised}bit needs bitsandbytes, which is not installed; run "
-            "pip install 'hf-dpzero[quantization]'"
+            "pip install bitsandbytes"
         )
     from transformers import BitsAndBytesConfig
 

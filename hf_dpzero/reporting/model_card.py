@@ -246,7 +246,7 @@ def optional_plot(name: str) -> Iterator[None]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        print(f"{name} was not drawn: it needs pip install 'hf-dpzero[plots]'", file=sys.stderr)
+        print(f"{name} was not drawn: it needs pip install matplotlib", file=sys.stderr)
 
 
 def new_figure(panels: int, width: float = 5.0, height: float = 4.0) -> Any:

