@@ -29,6 +29,7 @@ def run_compare(arguments: Compare) -> None:
     from hf_dpzero.experiments.compare import build_grid, compare
     from hf_dpzero.experiments.results import JSON_FILE
     from hf_dpzero.experiments.tables import PLOT_FILE, TABLE_FILE, table
+    from hf_dpzero.run_folder.left_on_disk import said_of_runs
 
     recipes, words = arguments.recipes, arguments.overrides
     if len(recipes) != 1:
@@ -53,6 +54,7 @@ def run_compare(arguments: Compare) -> None:
         print(f"{failed} of {len(record.rows)} runs do not count; {folder / TABLE_FILE} says why.")
     names = (JSON_FILE, TABLE_FILE, PLOT_FILE)  # no plot without matplotlib or a finished run
     print("written:", *(str(folder / name) for name in names if (folder / name).is_file()))
+    print(said_of_runs(folder))
 
 
 def items_of(name: str, words: list[str] | None, kind: Callable[[str], _T]) -> list[_T]:
@@ -78,6 +80,7 @@ def run_sweep(arguments: Sweep) -> None:
     """
     from hf_dpzero.experiments import sweep, sweep_outputs
     from hf_dpzero.privacy.selection import TrialCount
+    from hf_dpzero.run_folder.left_on_disk import said_of_runs
 
     grid = sweep.parse_grid(arguments.grid or [], arguments.grid_file)
     size, mean = math.prod(len(values) for values in grid.values()), arguments.mean_trials
@@ -114,6 +117,7 @@ def run_sweep(arguments: Sweep) -> None:
     chosen = ", ".join(f"{name}={value}" for name, value in best["settings"].items())
     where = settings.output_dir / best["folder"]
     print(f"best: {chosen}: {prepared.metric} {best['score']}; in {where}")
+    print(said_of_runs(settings.output_dir))
 
 
 def run_federate(arguments: Federate) -> None:

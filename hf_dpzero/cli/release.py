@@ -123,9 +123,12 @@ def run_verify(arguments: Verify) -> int:
         print(json.dumps({**known, **lists}, indent=2))
     else:
         print(page(arguments.folder, found))
-    if arguments.registry_entry is not None and not fails:
-        entry = registry_entry(PrivacyReport.load(folder))
-        Path(arguments.registry_entry).write_text(entry, encoding="utf-8")
+    if (file := arguments.registry_entry) is not None:
+        if fails:
+            print(f"{file} was not written: a claim does not hold.", file=sys.stderr)
+        else:
+            entry = registry_entry(PrivacyReport.load(folder))
+            Path(file).write_text(entry, encoding="utf-8")
     return int(fails)
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_FLOOR, Context
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Literal
@@ -191,11 +192,15 @@ class Starter:
         return {
             "method": "dpzero",
             "target_epsilon": self.target_epsilon,
-            "target_delta": self.target_delta or float(f"{0.1 / self.num_examples:.0e}"),
+            "target_delta": self.target_delta or self._delta(),
             "sampling": "poisson",
             "expected_batch_size": self._batch(most),
             **({"unit_column": self.unit_column} if self.unit_column else {}),
         }
+
+    def _delta(self) -> float:
+        """1 / (10 n), rounded down to one digit."""
+        return float(Context(prec=1, rounding=ROUND_FLOOR).divide(1, 10 * self.num_examples))
 
     def _batch(self, most: int) -> int:
         """B; of few rows an eighth."""

@@ -99,6 +99,14 @@ def said(output_dir: Path) -> str:
     return "\n".join(["left on disk:", *lines, end]) if lines else ""
 
 
+def said_of_runs(folder: Path) -> str:
+    """Returns, for a terminal, of what kinds the runs below a folder left something."""
+    runs = {path.parent for path in folder.rglob(LEDGER_NAME)}
+    kinds = {left.kind: left.holds for run in sorted(runs) for left in left_on_disk(run)}
+    named = ", ".join(f"{kind} ({holds})" for kind, holds in kinds.items())
+    return f"left on disk by its runs: {named or 'nothing'}; of each, `hf-dpzero clean FOLDER` lists it"
+
+
 def remove(output_dir: Path, *, dry_run: bool, unfinished: bool = False) -> list[Left]:
     """Removes caches of private rows, checkpoints and keys; ledger, report and weights stay.
 

@@ -210,6 +210,9 @@ def test_what_a_log_cannot_rebuild_is_known_by_its_digest(base, tmp_path, capsys
     )  # fmt: skip
     weights_of(folder)
     assert verified(capsys, folder)[0] == 1
+    entry = tmp_path / "entry.yaml"
+    assert main.main(["verify", str(folder), "--registry_entry", str(entry)]) == 1
+    assert "was not written" in capsys.readouterr().err and not entry.exists()
 
 
 def test_a_run_that_is_not_private_may_not_be_tagged(published, base, tmp_path, capsys):

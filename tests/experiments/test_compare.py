@@ -614,8 +614,9 @@ def test_the_command_names_only_the_files_it_wrote(tmp_path, capsys, monkeypatch
     recipe, out = str(write_recipe(tmp_path)), tmp_path / "out"
     words = ["--methods", "dpzero", "--seeds", "1", "--output_dir", str(out)]
     assert main.main(["compare", recipe, *words]) == 0
-    written = capsys.readouterr().out.strip().splitlines()[-1]
+    written, left = capsys.readouterr().out.strip().splitlines()[-2:]
     assert written == f"written: {out / 'comparison.json'} {out / 'comparison.md'}"
+    assert left.startswith("left on disk by its runs: nothing; ")
 
 
 @pytest.mark.slow
@@ -632,7 +633,8 @@ def test_compare_from_the_command_line(tmp_path, bert_checkpoint, capsys):
     words = ["compare", path, "--methods", "dpzero,mezo", "--epsilons", "4", "--seeds", "42"]
     words += ["--output_dir", out, "--jobs", "2", "--max_steps", "3"]
     assert main.main([str(word) for word in words]) == 0
-    assert "| dpzero |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| dpzero |" in said and "arguments (SECRET where" in said
     found = saved(out)
     assert [row.status for row in found.rows] == ["done"] * 2, [r.error for r in found.rows]
     assert [row.method for row in found.rows] == ["dpzero", "mezo"]
