@@ -1,7 +1,7 @@
 """One training, as its checks, steps, files and processes see it. Knows nothing of Trainer.
 
 `DPZeroMixin.train` makes a `Run` and fills it in, in this order: checks and the objective, shapes and
-mesh of the forward passes (`training.methods.prepare`), ledger and keys (`run_folder`), then the
+mesh of the forward passes (`training.preparation.prepare`), ledger and keys (`run_folder`), then the
 method, which takes the steps. A federated replica makes one too, whose ledger is another's.
 """
 
@@ -40,7 +40,7 @@ class Weights(Protocol):
 
 
 class Method(Protocol):
-    """What takes the steps (see `training.methods`)."""
+    """What takes the steps (see `training.zeroth_order_method`, `training.first_order_method`)."""
 
     @property
     def weights(self) -> Weights:

@@ -35,7 +35,8 @@ from hf_dpzero.ledger.replay import apply_release, directions_of
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, Release, Trajectory
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.reporting.wording import round_up
-from hf_dpzero.training.methods import ZerothOrderMethod, prepare
+from hf_dpzero.training.preparation import prepare
+from hf_dpzero.training.zeroth_order_method import ZerothOrderMethod
 
 if TYPE_CHECKING:
     from hf_dpzero.training.dpzero_trainer import DPZeroTrainer

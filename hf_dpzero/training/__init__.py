@@ -9,7 +9,8 @@ Start at `dpzero_trainer.DPZeroTrainer` and the `trainer.DPZeroMixin` below it; 
 |---|---|
 | `dpzero_trainer`, `trainer` | what a script constructs; which of Hugging Face's methods are replaced |
 | `inputs`, `texts` | what a model's name, an adapter, rows of text become |
-| `methods` | what happens before step 0; which objects make a step |
+| `preparation` | what happens before step 0 |
+| `zeroth_order_method`, `first_order_method` | which objects make a step of a run, and its chosen rate |
 | `private_step`, `zeroth_order_step`, `first_order_step` | what a step computes, in order |
 | `evaluation` | losses and metrics on public rows, by group too |
 | `private_evaluation` | how private rows are evaluated: counted one by one, released with noise |

@@ -1,8 +1,9 @@
-"""What steps of both orders share: the ledger, and the weights of group-robust training."""
+"""What steps of both orders share: ledger, learning rate, weights of group-robust training."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,10 +27,11 @@ from hf_dpzero.parallel.collectives import (
 )
 from hf_dpzero.parallel.mesh import ALONE, ProcessMesh
 from hf_dpzero.privacy.group_losses import metric_keys
-from hf_dpzero.privacy.mechanisms import Mechanism
+from hf_dpzero.privacy.mechanisms import Mechanism, NotNoised
 from hf_dpzero.privacy.noise import NoiseSource
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import MechanismSchedule
+from hf_dpzero.run import Run
 
 LOGGED = 32
 """The weights of so many groups are logged one by one."""
@@ -182,3 +184,66 @@ def group_logs(weighting: GroupWeighting | None) -> dict[str, float]:
         return {"largest_group_weight": float(weighting.y.max())}
     keys = metric_keys(weighting.groups.names)
     return {f"group_weight_{key}": y for key, y in zip(keys, weighting.y.tolist(), strict=True)}
+
+
+def weighting_of(run: Run) -> GroupWeighting | None:
+    """Returns what weighs the groups of a run, where its plan has some."""
+    return GroupWeighting(run.plan, run.noise, run.opened) if run.plan.groups else None
+
+
+def private_diagnostics(
+    differences: Tensor, mechanism: Mechanism, examples: int
+) -> dict[str, float]:
+    """Un-noised statistics of a step, logged only on request (they break the guarantee).
+
+    Args:
+      differences: finite differences [B, K] or gradient norms [B, 1] (averaged clipping: one for
+        each group); [0, 1] of methods that take no norms.
+      mechanism: its clip is compared, if it has one.
+      examples: B, of this process.
+
+    Returns:
+      Batch size, and where there are norms their median and the share that is clipped.
+    """
+    found = {"private_batch_size": float(examples)}
+    if not len(differences):
+        return found
+    norms = differences.norm(dim=1)
+    found["private_difference_norm"] = float(norms.median())
+    if not isinstance(mechanism, NotNoised):  # these do not clip
+        found["private_clip_fraction"] = float((norms > mechanism.radius).double().mean())
+    return found
+
+
+class LearningRates:
+    """Reads the rate of each step before its release, and holds the update to it.
+
+    Attributes:
+      used: the last step's; NaN before the first one.
+    """
+
+    used = math.nan
+
+    def take(self, optimizer: torch.optim.Optimizer) -> float:
+        """Returns the rate of the next update, which a callback may have set.
+
+        Raises:
+          ValueError: groups of parameters have several rates.
+        """
+        rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+        if len(rates) > 1:
+            raise ValueError(
+                f"learning rates {rates} of several groups of parameters, and the ledger writes one for "
+                "each step: set the same in all of optimizer.param_groups."
+            )
+        self.used = rates[0]
+        return self.used
+
+    def check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Refuses an update with another rate than that of the step's release."""
+        before = self.used
+        if (rate := self.take(optimizer)) != before:
+            raise ValueError(
+                f"a callback set the learning rate from {before:g} to {rate:g} between a step's "
+                "release, which the ledger has, and its update: set it in on_step_begin or on_step_end."
+            )

@@ -46,10 +46,11 @@ from hf_dpzero.run_folder.initial_values import copy_initial_values
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import Rate
 from hf_dpzero.training import evaluation, termination
+from hf_dpzero.training.first_order_method import FirstOrderMethod
 from hf_dpzero.training.first_order_step import FirstOrderStep
-from hf_dpzero.training.methods import FirstOrderMethod, ZerothOrderMethod
 from hf_dpzero.training.private_evaluation import evaluate_privately
 from hf_dpzero.training.texts import TextRows
+from hf_dpzero.training.zeroth_order_method import ZerothOrderMethod
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
 
 logger = logging.get_logger(__name__)

@@ -51,19 +51,13 @@ from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.defaults import CLASSIC, copied, decide_rate, resolve
 from hf_dpzero.settings.row_groups import row_groups
 from hf_dpzero.training import evaluation, progress, termination
+from hf_dpzero.training.first_order_method import FirstOrderMethod
 from hf_dpzero.training.inputs import by_name, load_inputs, made_once
-from hf_dpzero.training.methods import (
-    FirstOrderMethod,
-    LearningRate,
-    LearningRates,
-    ZerothOrderMethod,
-    loader_of,
-    prepare,
-    private_diagnostics,
-)
-from hf_dpzero.training.private_step import group_logs
+from hf_dpzero.training.preparation import loader_of, prepare
+from hf_dpzero.training.private_step import LearningRates, group_logs, private_diagnostics
 from hf_dpzero.training.publishing import Decided, PublishingTrainer
 from hf_dpzero.training.signal import SignalCallback
+from hf_dpzero.training.zeroth_order_method import LearningRate, ZerothOrderMethod
 
 logger = logging.get_logger(__name__)
 

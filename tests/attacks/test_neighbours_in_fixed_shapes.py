@@ -15,7 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from hf_dpzero.batches.shapes import PassShapes
 from hf_dpzero.checks.precision import couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.training.methods import prepare
+from hf_dpzero.training.preparation import prepare
 
 
 def causal(rows: int, seed: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from tiny_texts import differences, pad, texts
 from torch import Tensor, nn
 
 from hf_dpzero.checks import smoke_test
-from hf_dpzero.training.methods import prepare
+from hf_dpzero.training.preparation import prepare
 
 
 class RoundsRest(nn.Linear):

@@ -17,7 +17,7 @@ from hf_dpzero.batches.shapes import PassShapes, widened
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.objectives.heads import sequence_classification_objective
 from hf_dpzero.objectives.losses import evaluation_mode
-from hf_dpzero.training.methods import prepare
+from hf_dpzero.training.preparation import prepare
 
 
 def collate(lengths: list[int]) -> Any:
@@ -281,7 +281,7 @@ def test_stacked_copies_that_round_by_place_go_back_to_whole_model(tmp_path, mon
             places = torch.arange(len(x))[:, None]
             return x + 0.01 * places * (self.stack is not None)
 
-    monkeypatch.setattr("hf_dpzero.training.methods.FiniteDifferences", RoundsStacked)
+    monkeypatch.setattr("hf_dpzero.training.zeroth_order_method.FiniteDifferences", RoundsStacked)
     settings = {"num_directions": 5, "expected_batch_size": 40, "max_steps": 1}
     trainer = build(tmp_path / "auto", **settings)
     trainer.train()

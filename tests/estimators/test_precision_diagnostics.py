@@ -28,7 +28,7 @@ from hf_dpzero.estimators.precision_diagnostics import (
 from hf_dpzero.objectives.heads import select_objective, sequence_classification_objective
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
-from hf_dpzero.training import methods
+from hf_dpzero.training import zeroth_order_method
 
 ROWS = 8
 
@@ -362,7 +362,7 @@ def test_the_run_is_the_same_with_and_without_it(tmp_path, monkeypatch):
     state = torch.get_rng_state()
     with_it.train()
     middle = torch.get_rng_state()
-    monkeypatch.setattr(methods, "low_precision", lambda *_: "")
+    monkeypatch.setattr(zeroth_order_method, "low_precision", lambda *_: "")
     without = build(tmp_path / "without", rows(10, seed=2), smoothing=4e-3)
     torch.set_rng_state(state)
     without.train()

@@ -10,7 +10,7 @@ from tiny_runs import build, same, tiny_model, weights
 
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.privacy.mechanisms import AveragedScalarMechanism
-from hf_dpzero.training.methods import ZerothOrderMethod
+from hf_dpzero.training.zeroth_order_method import ZerothOrderMethod
 
 ROW = 2**38 // 257
 """What a row adds at most, in units of 2^-30 C: 2^30 / (1 + 2^-8)."""

@@ -33,7 +33,7 @@ from hf_dpzero.settings.defaults import (
     rate_on,
     steps_that_follow,
 )
-from hf_dpzero.training import methods
+from hf_dpzero.training import zeroth_order_method
 
 GIVEN_NOTHING = {"learning_rate": None, "clip": None}
 
@@ -58,7 +58,7 @@ def test_what_is_given_stays_and_other_methods_keep_the_classic_values(tmp_path)
 @pytest.fixture
 def nothing_public(monkeypatch):
     """No public row tells the loss' landscape: the rate is the plan's."""
-    monkeypatch.setattr(methods, "public_microbatches", lambda *_, **__: [])
+    monkeypatch.setattr(zeroth_order_method, "public_microbatches", lambda *_, **__: [])
 
 
 def test_with_a_clip_only_the_rate_is_chosen(tmp_path, nothing_public):
@@ -130,7 +130,9 @@ def test_public_rows_lower_the_rate_which_then_no_clip_moves(tmp_path, capsys, m
         trainer.train()
         rates = [release.learning_rate for release in trainer.trajectory.releases]
         told = (
-            rate_on(found, trainer.plan, "constant", methods.size_of_moved(trainer.run)),
+            rate_on(
+                found, trainer.plan, "constant", zeroth_order_method.size_of_moved(trainer.run)
+            ),
             learning_rate(trainer.plan, "constant"),
         )
         assert rates[0] == pytest.approx(min(told)) and bound == (told[0] < told[1])
@@ -143,23 +145,25 @@ def test_weights_have_a_size_where_most_of_their_movement_is_random(tmp_path):
     """More weights than directions in the run, and no adapter."""
     few = build(tmp_path / "few", max_steps=10, num_directions=2, clip=1.0).run
     trained = torch.cat([p.flatten() for p in few.model.parameters() if p.requires_grad])
-    assert methods.size_of_moved(few) == pytest.approx(float(trained.square().mean().sqrt()))
+    assert zeroth_order_method.size_of_moved(few) == pytest.approx(
+        float(trained.square().mean().sqrt())
+    )
     many = build(tmp_path / "many", max_steps=len(trained) // 2, num_directions=2, clip=1.0).run
-    assert methods.size_of_moved(many) == 0.0
+    assert zeroth_order_method.size_of_moved(many) == 0.0
     # A checkpoint that lacks a trained tensor: the head is fresh.
     folder = tmp_path / "base"
     few.model.save_pretrained(folder)
     few.model.name_or_path = few.model.config._name_or_path = str(folder)
-    assert methods.size_of_moved(few) > 0
+    assert zeroth_order_method.size_of_moved(few) > 0
     head = next(n for n, p in few.model.named_parameters() if p.requires_grad)
     kept = {n: t for n, t in few.model.state_dict().items() if n != head}
     few.model.save_pretrained(folder, state_dict=kept)
-    assert methods.size_of_moved(few) == 0.0
+    assert zeroth_order_method.size_of_moved(few) == 0.0
 
 
 def test_a_rate_follows_the_clip_up_to_what_public_rows_allow(tmp_path, monkeypatch):
     """A bit above the plan's own: ten steps in which the clip falls end there, not at the clip's."""
-    monkeypatch.setattr(methods, "size_of_moved", lambda run: 0.0)
+    monkeypatch.setattr(zeroth_order_method, "size_of_moved", lambda run: 0.0)
     settings = {**GIVEN_NOTHING, "lr_scheduler_type": "constant", "num_directions": 2}
     rates, curvature, allowed = {}, 50.0, 0.0
     for name in ("free", "capped"):

@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_dpzero.batches.shapes import PassShapes, decoder_length, widened
 from hf_dpzero.objectives import heads, register_objective
-from hf_dpzero.training.methods import prepare
+from hf_dpzero.training.preparation import prepare
 
 
 def metrics(prediction: Any) -> dict[str, float]:

@@ -23,7 +23,7 @@ from transformers import (
 from hf_dpzero.batches.shapes import PassShapes, unmasked
 from hf_dpzero.checks.precision import couples_values
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.training.methods import prepare
+from hf_dpzero.training.preparation import prepare
 
 
 def tiny_opt() -> OPTForSequenceClassification:

@@ -25,7 +25,7 @@ from hf_dpzero.objectives.losses import is_compiled
 from hf_dpzero.perturbation.directions import Direction
 from hf_dpzero.perturbation.parameter_space import ParameterSpace
 from hf_dpzero.settings import hf_arguments
-from hf_dpzero.training.methods import prepare
+from hf_dpzero.training.preparation import prepare
 
 U = Direction(5, 0, 0)
 INDUCTOR = pytest.param(

@@ -21,7 +21,7 @@ from hf_dpzero.privacy.mechanisms import mechanism_from_dict
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedBatchesSampler
-from hf_dpzero.training import methods
+from hf_dpzero.training import zeroth_order_method
 from hf_dpzero.training.signal import ReleasedSignal, Signal, noise_variance, some_numbers
 
 SCALAR = {"name": "dpzero", "clip": 6.0, "noise_multiplier": 2.0, "expected_batch_size": 4}
@@ -272,7 +272,7 @@ def test_a_run_that_sees_something_does_not_warn(tmp_path, caplog):
 @pytest.mark.parametrize("method", ["dpzero", "dp-sgd", "dp-adamw"])
 def test_an_update_longer_than_the_weights_is_warned_of_once(tmp_path, caplog, monkeypatch, method):
     """Whether the rate was given, or (for dpzero) chosen from a clip that is far too small alone."""
-    monkeypatch.setattr(methods, "public_microbatches", lambda *_, **__: [])
+    monkeypatch.setattr(zeroth_order_method, "public_microbatches", lambda *_, **__: [])
     with caplog.at_level(logging.WARNING):
         build(tmp_path / "small", method=method).train()
         assert "far too large" not in caplog.text

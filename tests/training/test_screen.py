@@ -89,7 +89,7 @@ def test_replicas_warn_only_where_they_were_asked_to(tmp_path: Path, monkeypatch
     assert ours.level == logging.NOTSET
     try:
         build(tmp_path)
-        of_a_module = logging.getLogger("hf_dpzero.training.methods")
+        of_a_module = logging.getLogger("hf_dpzero.training.trainer")
         assert not of_a_module.isEnabledFor(logging.WARNING)
         assert of_a_module.isEnabledFor(logging.ERROR)
     finally:

@@ -16,7 +16,7 @@ from hf_dpzero.batches.placement import PassBytes, rows_that_fit, tokens_that_fi
 from hf_dpzero.checks import passes
 from hf_dpzero.checks.smoke_test import ROOM
 from hf_dpzero.objectives.heads import sequence_classification_objective
-from hf_dpzero.training.methods import prepare
+from hf_dpzero.training.preparation import prepare
 
 ALL = (1, 4, 8)
 
