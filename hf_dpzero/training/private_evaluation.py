@@ -84,7 +84,7 @@ def evaluate_privately(
     """
     mechanism = PrivateCount(epsilon)
     made = _checked(self, dataset, trained_on)
-    counted = _one_of_each_unit(self, dataset, made, trained_on)
+    counted = _one_of_each_unit(dataset, made, self.args.unit_column)
     earlier = evaluations_in(self.output_dir)  # refuses a damaged record before minutes of passes
     noise = getattr(self, "noise", None) or SecureNoise()
     budget_file = budget_file or self.args.budget_file
@@ -161,9 +161,12 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
             "one row, and with a length."
         )
     PrivateRows(made, PUBLIC, None).refuse(trainer.eval_dataset)
+    column = trainer.args.unit_column
     known = [trainer.train_dataset, *(rows.dataset for rows in trainer._private_rows)]
     for private in () if trained_on else known:
         PrivateRows(private, TRAINED_ON, None).refuse(made)
+        if column is not None:
+            refuse_units(private, dataset, column)
     check_layers(trainer.model)
     check_widths(trainer.model)
     check_kernels_are_fixed(trainer.args.device.type)
@@ -171,13 +174,10 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
     return made
 
 
-def _one_of_each_unit(trainer: PublishingTrainer, dataset: Any, made: Any, trained_on: bool) -> Any:
+def _one_of_each_unit(dataset: Any, made: Any, column: str | None) -> Any:
     """Of rows `made` of a data set one of each unit, so that the counted ones are independent too."""
-    column = trainer.args.unit_column
     if column is None:
         return made
-    if not trained_on and trainer.train_dataset is not None:
-        refuse_units(trainer.train_dataset, dataset, column)
     units = Units.of(unit_values(dataset, column, "the private rows"), most=1)
     # By the unit's number, which one unit more may change: so the key is secret, and of this draw.
     drawn, _ = units.drawn(range(len(units)), 0, secrets.token_bytes(32))
@@ -188,9 +188,10 @@ def refuse_units(train: Any, private: Any, column: str) -> None:
     """Refuses rows of units that have training rows too, which `trained_on` would say.
 
     Raises:
-      ValueError: there is one.
+      ValueError: there is one, or a private row says nobody's name.
     """
-    if not {*(column_values(train, column) or ())}.isdisjoint(column_values(private, column) or ()):
+    trained = {*(column_values(train, column) or ())}
+    if not trained.isdisjoint(unit_values(private, column, "the private rows")):
         raise ValueError(f"unit_column={column!r}: of some unit {TRAINED_ON}")
 
 
