@@ -39,6 +39,7 @@ class PrivateEvaluation:
       trained_on: rows may be rows of train_dataset too.
       released: the count of right answers with noise, any integer.
       privacy_unit: what the guarantee is for one of, as reports name it.
+      budget_entry: hash of the line of a budget file that paid for it; "" without one.
     """
 
     rows: str
@@ -51,6 +52,7 @@ class PrivateEvaluation:
     trained_on: bool
     released: int
     privacy_unit: str = EXAMPLE
+    budget_entry: str = ""
 
     @property
     def mechanism(self) -> PrivateCount:

@@ -78,6 +78,7 @@ def evaluate_privately(
       budget_file: pays for it, or it is refused; default that of the arguments.
 
     Raises:
+      LedgerError: budget_file lacks what an earlier evaluation paid: an older copy was put back.
       ValueError: rows that are public or were trained on, no metric, or one that keeps something between
         rows, several processes, no budget left.
       OSError: the record cannot be written; nothing was released.
@@ -100,7 +101,11 @@ def evaluate_privately(
                 f"budget_file={budget_file!r} with {noise.stated_name}: noise that anybody can subtract "
                 "is not private, and no budget pays for it. Leave the seed out."
             )
-        budgets.read(budget_file).epsilon_with(charge)  # before minutes of passes
+        budget = budgets.read(budget_file)
+        for one in earlier:
+            if one.budget_entry and one.rows == rows:
+                budget.check_holds(one.budget_entry, f"an earlier evaluation of {rows}")
+        budget.epsilon_with(charge)  # before minutes of passes
     note_caches(self.output_dir, made)
     run, values = self._run, []
     if run is not None and run.begun:
@@ -123,12 +128,12 @@ def evaluate_privately(
     if step is None and self.trajectory is not None:
         best = self.trajectory.shipped_step
         step = self.state.global_step if best is None else best
-    if budget_file is not None:
-        budgets.pay(budget_file, charge)
+    entry = "" if budget_file is None else budgets.pay(budget_file, charge)["entry"]
     evaluation = PrivateEvaluation(
         rows=rows,
         num_rows=len(counted),
         privacy_unit=self.args.privacy_unit,
+        budget_entry=entry,
         metric=str(metric),
         step=step,
         epsilon=float(epsilon),

@@ -392,7 +392,13 @@ def test_training_and_evaluation_share_a_file(tmp_path):
     record = (tmp_path / "out/private_evaluations.jsonl").read_text().splitlines()
     assert len(record) == 1 and json.loads(record[0])["epsilon"] == 0.5
     other = build(tmp_path / "other", **SECRET, **scored)  # names the file itself
+    older = path.read_bytes()
     other.evaluate_privately(tiny_data(5, seed=8), 0.25, budget_file=str(path))
+    paid = path.read_bytes()
+    path.write_bytes(older)
+    with pytest.raises(LedgerError, match="no entry of an earlier evaluation of evaluation rows"):
+        other.evaluate_privately(tiny_data(5, seed=8), 0.25, budget_file=str(path))
+    path.write_bytes(paid)
     budget = budget_file.read(path)
     assert [charge.what for charge in budget.charges] == ["train", *["evaluate_privately"] * 2]
     assert budget.epsilon == pytest.approx(plan.epsilon(1e-3) + 0.75)
