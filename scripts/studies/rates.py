@@ -46,8 +46,7 @@ TRAINED: dict[str, dict[str, Any]] = {
         ],
     },
     "last two layers": INSIDE | {"trainable": rf"{LAST}|^classifier"},
-    "all": INSIDE
-    | {"trainable": None, "max_steps": 100},  # a step takes twice as long: nothing is frozen
+    "all": INSIDE | {"trainable": None, "max_steps": 100},  # nothing is frozen: twice the time
 }
 FACTORS = (1 / 3, 3.0)
 
