@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Hashable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from datetime import date
 from typing import Any
 
 import datasets
@@ -23,6 +24,9 @@ from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.run import Dataset, Run
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.row_groups import column_values
+
+_NAMES = (str, int, float, bytes, date)
+"""Values that are equal where they look so: objects of other classes may be one unit each."""
 
 LABEL_COLUMNS = (
     *("labels", "label", "label_ids"),
@@ -76,7 +80,8 @@ def unit_values(dataset: object, column: str, name: str) -> list[Any]:
     """Returns whose each row is.
 
     Raises:
-      ValueError: no such column, or a row without a value.
+      ValueError: no such column, or a row without a value, or with one of another kind than names,
+        numbers and dates.
     """
     what, values = f"unit_column={column!r}", column_values(dataset, column)
     if values is None:
@@ -84,12 +89,10 @@ def unit_values(dataset: object, column: str, name: str) -> list[Any]:
             f"{what} is no column of {name}: keep it where the rows are tokenised (the trainer "
             "takes it away from the model's inputs itself), or name another."
         )
-    if (missing := sum(value is None or value != value for value in values)) or not all(
-        isinstance(value, Hashable) for value in values
-    ):
+    if not all(isinstance(value, _NAMES) and value == value for value in values):
         raise ValueError(
-            f"{what} has {missing or 'lists in place of'} {'rows without a ' * bool(missing)}value"
-            f"{'' if missing else 's'}: every row needs one name, number or id of its unit."
+            f"{what} of {name} has rows without a value, or with lists or objects: every row needs one "
+            "name, number or date of its unit."
         )
     return values
 

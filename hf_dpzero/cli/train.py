@@ -152,7 +152,8 @@ def run_evaluate(arguments: Evaluate) -> None:
         task = build_task(recipe.data, arguments.private_file)
         held = private and arguments.private_file is None
         if held:
-            held_out(task.splits, Path(recipe.model.model_name_or_path))
+            model = Path(recipe.model.model_name_or_path)
+            held_out(task.splits, model, recipe.training.unit_column)
         trained_on, units = arguments.trained_on or held, recipe.training.unit_column
         build.refuse_training_texts(task, trained_on, unit_column=units)
         # of another model nothing is fitted
@@ -160,7 +161,8 @@ def run_evaluate(arguments: Evaluate) -> None:
         build.digest_of_public_texts(public, recipe.data, task)
         # The private rows may be others: those of the recipe's file, or of the recipe beside the model.
         rows = attrgetter(
-            "task", "dataset_name", "dataset_config_name", "train_file", "validation_file"
+            *("task", "dataset_name", "dataset_config_name", "train_file", "validation_file"),
+            *("max_train_samples", "num_examples_per_class", "subset_seed"),
         )
         for file in (Path(arguments.recipe), Path(recipe.model.model_name_or_path) / RECIPE_FILE):
             other = None

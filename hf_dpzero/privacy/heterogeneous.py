@@ -124,27 +124,6 @@ def composed_epsilon(steps: Sequence[tuple[float, float, int]], delta: float, gr
     )
 
 
-def composed_pure_epsilon(epsilons: Sequence[float], delta: float) -> float:
-    """Returns a bound on epsilon of releases with pure epsilons, each >= 0, at delta in [0, 1).
-
-    An (e, 0)-private release is a post-processing of randomised response, whose loss is e or -e
-    (Kairouz, Oh and Viswanath 2015, arXiv:1311.0776, Theorem 3.3); never more than their sum. Losses are
-    rounded up to a grid, and only positive numbers are added.
-    """
-    total = math.fsum(epsilons)
-    if len(epsilons) < 2 or not delta:
-        return total
-    grid, first, masses = total / 2**17, 0, np.ones(1)
-    for epsilon in epsilons:
-        down, up = math.floor(epsilon / grid), math.ceil(epsilon / grid)
-        likely = masses / (1 + math.exp(-epsilon))
-        masses = np.pad(masses / (1 + math.exp(epsilon)), (0, up + down)) + np.pad(
-            likely, (up + down, 0)
-        )
-        first -= down
-    return min(total, _epsilon_of(first, masses, 0.0, delta, grid))
-
-
 def _losses(sigma: float, q: float, grid: float) -> tuple[_Loss, _Loss]:
     """Returns losses of (1-q) N(0) + q N(1) against N(0), and the reverse; noise sigma."""
     from scipy.special import ndtr

@@ -207,8 +207,9 @@ def refuse_rows_of(
 
     # Rows that its subset left out are as private as those that it drew.
     whole = dataclasses.replace(
-        data, max_train_samples=None, num_examples_per_class=None, num_demonstrations=0
-    )
+        data, max_train_samples=None, num_examples_per_class=None, num_demonstrations=0,
+        keep_column=unit_column or data.keep_column,
+    )  # fmt: skip
     try:
         private = build_task(whole).splits["train"]
     except (OSError, ValueError):

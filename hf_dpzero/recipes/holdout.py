@@ -73,11 +73,12 @@ def hold_out(splits: datasets.DatasetDict, recipe: Recipe) -> None:
             write_for_owner(file, json.dumps(stored))
 
 
-def held_out(splits: datasets.DatasetDict, folder: Path) -> None:
+def held_out(splits: datasets.DatasetDict, folder: Path, unit_column: str | None = None) -> None:
     """Moves the rows that the run in a folder held out from "train" to "private", in place.
 
     Raises:
-      ValueError: it held none out, or they are other ones now, so that some may have been trained on.
+      ValueError: it held none out, or they are other ones now, so that some may have been trained on;
+        or other rows of a unit of `unit_column` were.
     """
     file = folder / FOLDER / HOLDOUT_FILE
     if not (file.is_file() and (folder / LEDGER_NAME).is_file()):
@@ -86,6 +87,11 @@ def held_out(splits: datasets.DatasetDict, folder: Path) -> None:
             "copy without its keys. --private_file names rows to evaluate."
         )
     stored = json.loads(file.read_text())
+    if unit_column not in (None, stored["unit_column"]):
+        raise ValueError(
+            f"unit_column={unit_column!r}, and {file} held rows out with unit_column="
+            f"{stored['unit_column']}: other rows of the same units were trained on. Leave it out."
+        )
     if _move(splits, **stored) != stored["rows"]:
         raise ValueError(
             f"the rows that {file} knows are not those of the training data now: it was changed, or is "

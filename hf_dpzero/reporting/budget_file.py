@@ -6,9 +6,9 @@ was edited anywhere is refused. A line is on disk before what it pays for begins
 or two processes at once, may count a release that was never made, and never leave one out.
 
 All entries count as releases about the same rows, with all their planned steps. Runs are composed by one
-accountant (`privacy.accounting.epsilon_together`), counts, with pure epsilons, by another
-(`composed_pure_epsilon`), at half of delta each, and the two are added; or all of delta is the runs' and
-the counts are added up, where that is less.
+accountant (`privacy.accounting.epsilon_together`); a count has a pure epsilon, which is added to theirs:
+(e, delta) and (e', 0) compose to (e + e', delta). A sum of pure epsilons holds also where each was
+chosen by looking at what the earlier ones released; tighter compositions do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from filelock import FileLock
 from hf_dpzero.ledger.log_file import LedgerError, append_whole, create_whole
 from hf_dpzero.privacy.accounting import MIN_DELTA, epsilon_together
 from hf_dpzero.privacy.counting import PrivateCount
-from hf_dpzero.privacy.heterogeneous import composed_pure_epsilon
 from hf_dpzero.privacy.mechanisms.base import RELATIONS
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.reporting.wording import EXAMPLE, delta_words, number, relation_words, round_up
@@ -108,12 +107,9 @@ def epsilon_of(charges: Iterable[Charge], delta: float) -> float:
       ValueError: runs without a common accountant.
     """
     charges = list(charges)
-    parts = tuple(part for charge in charges if charge.plan for part in charge.plan.own_parts())
-    counts = [charge.epsilon for charge in charges if charge.epsilon is not None]
-    found = epsilon_together(parts, delta) + composed_pure_epsilon(counts, 0.0 if parts else delta)
-    if not parts or len(counts) < 2 or delta / 2 < MIN_DELTA:
-        return found
-    return min(found, epsilon_together(parts, delta / 2) + composed_pure_epsilon(counts, delta / 2))
+    parts = (part for charge in charges if charge.plan for part in charge.plan.own_parts())
+    counts = math.fsum(charge.epsilon or 0.0 for charge in charges)
+    return epsilon_together(tuple(parts), delta) + counts
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hf_dpzero.ledger.log_file import append_whole, flush_folder, locked
 from hf_dpzero.privacy.counting import COVERAGE, PrivateCount
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.reporting.privacy_report import PrivacyReport
-from hf_dpzero.reporting.wording import EXAMPLE, delta_words, number, round_up
+from hf_dpzero.reporting.wording import BLOCK, EXAMPLE, delta_words, number, round_up
 
 EVALUATIONS_FILE = "private_evaluations.jsonl"
 
@@ -84,18 +84,23 @@ class PrivateEvaluation:
     def __str__(self) -> str:
         headline = (
             f"{self.metric} {_percent(self.value)} on {self.num_rows} private rows ({self.rows}"
-            f"{', one of each unit' * (self.unit != 'row')}), released with epsilon = "
+            f"{', one of each unit' * self.of_units}), released with epsilon = "
             f"{round_up(self.epsilon)}, delta = 0"
         )
         if is_seeded(self.noise_source):
             headline = f"NOT PRIVATE: the noise is {self.noise_source}. {headline}"
         these, population = self.interval_of_noise, self.interval_of_noise_and_sampling
-        scale = number(self.mechanism.scale)
+        scale, counted = number(self.mechanism.scale), "units" if self.of_units else "rows"
         return f"""{headline}
   these rows  {_percent(*these)} (at least 95 %, over the noise alone)
   population  {_percent(*population)} (at least 95 %, over noise and sampling of the rows)
   released    {self.released} right answers, with discrete Laplace noise of scale {scale}
-  neighbours  adding, removing or replacing one {self.unit}; the number of rows is public"""
+  neighbours  adding, removing or replacing one {self.unit}; the number of {counted} is public"""
+
+    @property
+    def of_units(self) -> bool:
+        """Whether one row of each unit was drawn."""
+        return self.privacy_unit not in (EXAMPLE, BLOCK)
 
     @property
     def unit(self) -> str:
@@ -153,6 +158,8 @@ def together(report: PrivacyReport | None, evaluations: Sequence[PrivateEvaluati
     """
     units = {made.privacy_unit: made.unit for made in evaluations}
     protected, unit = units.popitem() if len(units) == 1 else (EXAMPLE, "row")
+    if BLOCK in units:  # beside others: a block protects no example
+        protected = ""
     spent = float(sum(Decimal(repr(made.epsilon)) for made in evaluations))
     releases = f"{len(evaluations)} private evaluation{'s' * (len(evaluations) > 1)} on record"
     if any(is_seeded(made.noise_source) for made in evaluations):

@@ -51,4 +51,9 @@ def column_values(dataset: Any, column: str) -> list[Any] | None:
     rows = [dataset[i] for i in range(len(dataset))]
     if not any(isinstance(row, Mapping) and column in row for row in rows):
         return None
-    return [row.get(column) if isinstance(row, Mapping) else None for row in rows]
+    return [_plain(row.get(column)) if isinstance(row, Mapping) else None for row in rows]
+
+
+def _plain(value: Any) -> Any:
+    """A number out of its array: arrays and tensors with equal values are different keys."""
+    return value.item() if getattr(value, "shape", None) == () else value

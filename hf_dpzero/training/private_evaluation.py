@@ -26,7 +26,6 @@ from hf_dpzero.reporting.private_evaluations import (
     evaluations_in,
 )
 from hf_dpzero.run_folder.left_on_disk import note_caches
-from hf_dpzero.settings.row_groups import column_values
 
 if TYPE_CHECKING:
     from hf_dpzero.training.publishing import PublishingTrainer
@@ -170,7 +169,7 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
     known = [trainer.train_dataset, *(rows.dataset for rows in trainer._private_rows)]
     for private in () if trained_on else known:
         PrivateRows(private, TRAINED_ON, None).refuse(made)
-        if column is not None:
+        if not (column is None or private is None):
             refuse_units(private, dataset, column)
     check_layers(trainer.model)
     check_widths(trainer.model)
@@ -193,10 +192,16 @@ def refuse_units(train: Any, private: Any, column: str) -> None:
     """Refuses rows of units that have training rows too, which `trained_on` would say.
 
     Raises:
-      ValueError: there is one, or a private row says nobody's name.
+      ValueError: there is one, or nobody can tell: the column is missing, or other types in each.
     """
-    trained = {*(column_values(train, column) or ())}
-    if not trained.isdisjoint(unit_values(private, column, "the private rows")):
+    evaluated = {*unit_values(private, column, "the private rows")}
+    trained = {*unit_values(train, column, "the training rows")}
+    if {type(unit) for unit in trained} != {type(unit) for unit in evaluated}:
+        raise ValueError(
+            f"unit_column={column!r} holds other types in the training rows than in the private ones "
+            "(1001 and '1001' are two units): write both alike, or pass trained_on=True (--trained_on)."
+        )
+    if not trained.isdisjoint(evaluated):
         raise ValueError(f"unit_column={column!r}: of some unit {TRAINED_ON}")
 
 

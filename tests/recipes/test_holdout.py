@@ -105,6 +105,11 @@ def test_held_out_rows_that_are_not_known_again_are_refused(trained, tmp_path, c
     moved.rename(key)
 
 
+def test_people_of_whom_other_rows_were_trained_on_are_refused(trained, capsys):
+    assert evaluate(trained, "--unit_column", "who") == 2
+    assert "other rows of the same units were trained on" in capsys.readouterr().err
+
+
 def test_a_run_that_extends_another_holds_the_same_rows_out(trained, tmp_path, capsys):
     words = [str(trained / "r.yaml"), "--extends_run", str(trained / "out")]
     words += ["--model_name_or_path", str(trained / "out"), "--target_epsilon", "8"]

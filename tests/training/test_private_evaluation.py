@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 from tiny_runs import build, tiny_data
+from torch.utils.data import Subset
 
 from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.reporting.private_evaluations import EVALUATIONS_FILE, evaluations_in, together
@@ -168,6 +169,15 @@ def test_rows_of_the_other_kind_are_refused(tmp_path):
         trainer.train()
 
 
+def of_people(folder: Path, name: str = "someone else") -> Any:
+    """An evaluator whose training rows are all one person's."""
+    named = tiny_data().add_column("who", [name] * len(tiny_data()))
+    given = {"compute_metrics": accuracy, "noise": NoNoise()}
+    trainer = build(folder, data=named, trainer_settings=given)
+    trainer.args.unit_column = "who"
+    return trainer
+
+
 def people(model: Any, count: int = 40) -> tuple[Dataset, int]:
     """Rows of people whom the model always answers right, or always wrong, and how many it does."""
     data = rows(count)
@@ -176,8 +186,7 @@ def people(model: Any, count: int = 40) -> tuple[Dataset, int]:
 
 
 def test_a_person_moves_the_count_by_one_however_many_rows_it_has(tmp_path):
-    trainer = evaluator(tmp_path)
-    trainer.args.unit_column = "who"
+    trainer = of_people(tmp_path)
     data, wanted = people(trainer.model)
     made = trainer.evaluate_privately(data, 0.5)
     assert (made.released, made.num_rows) == (wanted, len(set(data["who"]))) and wanted > 1
@@ -193,8 +202,7 @@ def test_a_person_moves_the_count_by_one_however_many_rows_it_has(tmp_path):
 
 @pytest.mark.false_alarm(2e-12)
 def test_each_release_draws_the_row_of_a_person_anew(tmp_path):
-    trainer = evaluator(tmp_path)
-    trainer.args.unit_column = "who"
+    trainer = of_people(tmp_path)
     data, hits = rows(40), right(trainer.model, rows(40))
     both = data.select([int(hits.argmax()), int(hits.argmin())]).add_column("who", ["ann"] * 2)
     found = {trainer.evaluate_privately(both, 0.5).released for _ in range(40)}
@@ -202,17 +210,33 @@ def test_each_release_draws_the_row_of_a_person_anew(tmp_path):
 
 
 def test_people_who_were_trained_on_are_refused(tmp_path):
-    trainer = evaluator(tmp_path)
-    trainer.args.unit_column = "who"
+    trainer = of_people(tmp_path, "r0")
     data, wanted = people(trainer.model)
-    trained = trainer.train_dataset
-    trainer.train_dataset = trained.add_column("who", ["r0"] * len(trained))
     with pytest.raises(ValueError, match="of some unit .*trained_on=True"):
         trainer.evaluate_privately(data, 0.5)
     assert trainer.evaluate_privately(data, 0.5, trained_on=True).released == wanted
     unnamed = data.remove_columns("who").add_column("who", [None] * len(data))
     with pytest.raises(ValueError, match="every row needs one name"):
         trainer.evaluate_privately(unnamed, 0.5, trained_on=True)
+    numbered = data.map(lambda row: {"who": int(row["who"][1:])})  # as one CSV of two has ids
+    with pytest.raises(ValueError, match="other types in the training rows"):
+        trainer.evaluate_privately(numbered, 0.5)
+    trainer.train_dataset = trainer.train_dataset.remove_columns("who")
+    with pytest.raises(ValueError, match="is no column of the training rows"):
+        trainer.evaluate_privately(data, 0.5)
+
+
+def test_ids_in_tensors_are_those_of_people(tmp_path):
+    """Tensors hash by identity: each row would be a person."""
+    trainer = of_people(tmp_path)
+    data, wanted = people(trainer.model)
+    number = {name: i for i, name in enumerate(sorted(set(data["who"])))}
+    numbered = data.map(lambda row: {"who": number[row["who"]]}).with_format("torch")
+    made = trainer.evaluate_privately(Subset(numbered, range(len(data))), 0.5, trained_on=True)
+    assert (made.released, made.num_rows) == (wanted, len(number))
+    objects = [row | {"who": object()} for row in data]
+    with pytest.raises(ValueError, match="lists or objects"):
+        trainer.evaluate_privately(objects, 0.5, trained_on=True)
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,8 @@ def test_shares_of_a_step_are_what_one_process_would_have(tmp_path):
         (None, "is no column of train_dataset"),
         ([f"p{i}" for i in range(120)], "another value for each row"),
         (["p"] * 120, "one value for all rows"),
-        ([None, *["p", "q"] * 59, "p"], "1 rows without a value"),
-        ([float("nan"), *[1.0, 2.0] * 59, float("nan")], "2 rows without a value"),
+        ([None, *["p", "q"] * 59, "p"], "has rows without a value"),
+        ([float("nan"), *[1.0, 2.0] * 59, float("nan")], "has rows without a value"),
     ],
 )
 def test_columns_that_make_no_units_are_refused(tmp_path, column, words):
