@@ -130,10 +130,10 @@ class ZerothOrderStep(PrivateStep):
         released = functools.partial(mechanism.release, total, step, self.noise)
         rate = learning_rate
         if self.follow_clip:
-            followed = mechanism
-            if step > self.follow_clip and mechanism.clip < self._held.clip:
-                followed = self._held
-            rate *= min(float((self.mechanism.clip / followed.clip) ** 2), self.follow_most)
+            clip = mechanism.clip
+            if step > self.follow_clip:
+                clip = max(clip, self._held.clip)
+            rate *= min(float((self.mechanism.clip / clip) ** 2), self.follow_most)
         late = self.defer and not active()
         release = self._release(step, rate, mechanism, released, wait=not late)
         if late:

@@ -227,12 +227,16 @@ def test_the_rate_follows_the_clip_and_after_the_first_steps_only_downwards(
     tmp_path, nothing_public, start
 ):
     settings = {"max_steps": 20, "lr_scheduler_type": "constant", "num_directions": 2}
-    trainer = build(tmp_path, **GIVEN_NOTHING | {"clip": start}, **settings)
+    given = GIVEN_NOTHING | {"clip": start, "clipping": "adaptive"}
+    trainer = build(tmp_path, **given, **settings)
     trainer.train()
     schedule = type(trainer.step._schedule)(trainer.plan.mechanism)
     releases = trainer.trajectory.releases
     clips = [schedule.after(releases[:t]).clip for t in range(20)]
-    assert clips[0] == start and len(set(clips)) > 10 and (clips[-1] < start) == (start == 50.0)
+    assert clips[0] == start and len(set(clips)) > 10
+    assert (max(clips[11:]) > clips[10]) == (
+        start < 1
+    )  # the small one is where norms are: up and down
     first = releases[0].learning_rate
     for step, release in enumerate(releases):
         held = max(clips[step], clips[min(step, 10)])
