@@ -55,8 +55,7 @@ class ZerothOrderStep(PrivateStep):
       smoothing_at: step -> lambda of that step; None for one that stays.
       units: rows are averaged by unit before the clip; `groups` has their codes.
       follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
-        clip; then the rate stays with the clip of that step, or falls with a larger one (see
-        `settings.defaults`).
+        clip; then the rate stays with the clip of that step (see `settings.defaults`).
       follow_most: it grows to so many times the given one at most.
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.forward_passes`). A process that is
@@ -130,10 +129,8 @@ class ZerothOrderStep(PrivateStep):
         released = functools.partial(mechanism.release, total, step, self.noise)
         rate = learning_rate
         if self.follow_clip:
-            clip = mechanism.clip
-            if step > self.follow_clip:
-                clip = max(clip, self._held.clip)
-            rate *= min(float((self.mechanism.clip / clip) ** 2), self.follow_most)
+            followed = mechanism if step <= self.follow_clip else self._held
+            rate *= min(float((self.mechanism.clip / followed.clip) ** 2), self.follow_most)
         late = self.defer and not active()
         release = self._release(step, rate, mechanism, released, wait=not late)
         if late:
