@@ -313,7 +313,7 @@ def test_a_missing_opacus_is_said_before_any_data_is_read(monkeypatch, write):
     monkeypatch.setitem(sys.modules, "opacus.grad_sample.grad_sample_module", None)
     monkeypatch.setattr("hf_dpzero.tasks.build_task", lambda data: pytest.fail("data was read"))
     opacus_rules.cache_clear()
-    with pytest.raises(ImportError, match=r"pip install 'hf-dpzero\[first-order\]'"):
+    with pytest.raises(ImportError, match="pip install opacus"):
         build_trainer(recipe)
 
 
