@@ -30,7 +30,6 @@ def test_a_sound_plan_holds(tmp_path, capsys):
     assert "the run: 4000 steps" in page and "no claim is refuted" in page
     assert (tmp_path / "audit.png").is_file()
     assert [bound["confidence"] for bound in said["audits"][0]["bounds"]] == [0.95, 1 - 1e-6]
-    assert all(row["bounds"][0]["epsilon"] <= row["claim"] for row in said["audits"][3:])
     assert all(f"claim {row['claim']:.4g}" in page for row in said["audits"])
 
 
