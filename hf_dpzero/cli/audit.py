@@ -7,20 +7,38 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from hf_dpzero.auditing.membership import attacks, largest_area, largest_share
 from hf_dpzero.auditing.releases import CONFIDENCES, Audit, audits_of
 from hf_dpzero.cli import options
+from hf_dpzero.cli.train import evaluator
 from hf_dpzero.experiments.plan import overview
-from hf_dpzero.recipes.recipe import load_recipe, parse_overrides, read_recipe
+from hf_dpzero.ledger.log_file import write_for_owner
+from hf_dpzero.objectives import select_objective
+from hf_dpzero.objectives.losses import evaluation_mode
+from hf_dpzero.recipes.holdout import held_out
+from hf_dpzero.recipes.recipe import Recipe, load_recipe, parse_overrides, read_recipe
 from hf_dpzero.reporting.model_card import new_figure, optional_plot
+from hf_dpzero.reporting.verification import report_of
 from hf_dpzero.values import encode
 
-JSON_FILE, PLOT_FILE = "audit.json", "audit.png"
+if TYPE_CHECKING:
+    from hf_dpzero.tasks import AnyTask
+
+JSON_FILE, PLOT_FILE, MEMBERSHIP_FILE = "audit.json", "audit.png", "membership.json"
 
 
 def run_audit(arguments: options.Audit) -> int:
     """Prints claims and lower bounds and writes them into output_dir; 1 where a claim is refuted."""
     given = parse_overrides(arguments.overrides)
+    own = str(read_recipe(arguments.recipe).get("output_dir", "out/run")).rstrip("/")
+    folder = Path(arguments.output_dir or f"{own}-audit")
+    if arguments.model is not None:
+        return _ask_model(arguments, given, folder)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {**given, "output_dir": scratch})
         known = overview(recipe, arguments.num_examples)
@@ -33,8 +51,6 @@ def run_audit(arguments: options.Audit) -> int:
             f"{arguments.recipe} is not private (method {config.method}{names}): there is no claim to "
             "audit. Give target_epsilon and a private method, without settings of testing."
         )
-    own = str(read_recipe(arguments.recipe).get("output_dir", "out/run")).rstrip("/")
-    folder = Path(arguments.output_dir or f"{own}-audit")
     delta = config.delta(plan.sampler.num_examples)
     print(
         f"the run: {plan.steps} steps, noise multiplier {plan.mechanism.noise_multiplier:.6g}, epsilon "
@@ -80,3 +96,59 @@ def _plot(audits: Sequence[Audit], target: Path) -> None:
     axes.invert_yaxis()
     axes.legend()
     figure.savefig(target, dpi=120)
+
+
+# ---- membership inference
+
+
+def _ask_model(arguments: options.Audit, given: dict[str, Any], folder: Path) -> int:
+    """Prints what losses tell of training rows, and writes it into a folder, for its owner; 0."""
+    from hf_dpzero.tasks import build_task
+
+    trained = str(arguments.model)
+    report = report_of(trained)
+    with tempfile.TemporaryDirectory() as scratch:
+        recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **given})
+        base, task = recipe.model.model_name_or_path, build_task(recipe.data)
+        if recipe.data.holdout:
+            held_out(task.splits, Path(trained), recipe.training.unit_column)
+        split = "private" if recipe.data.holdout else "validation"
+        rows = [type(task.splits)(train=task.splits[name]) for name in ("train", split)]
+        losses = [
+            [_losses(recipe, dataclasses.replace(task, splits=r), model, base) for r in rows]
+            for model in (trained, base)
+        ]
+    (after, after_others), (before, before_others) = losses
+    found = attacks((after, after_others), (before, before_others))
+    epsilon, delta = report.epsilon, report.delta
+    print(
+        f"{trained}: {len(after)} rows that it was trained on, {len(after_others)} others ({split}); "
+        f"epsilon {epsilon:.4g} permits an area of {largest_area(epsilon, delta):.3f} on average"
+    )
+    for one in found:
+        permitted = float(largest_share(one.false_alarms, epsilon, delta))
+        print(
+            f"  {one.what:<22} area {one.area:.3f} +- {one.error:.3f}; {one.found:.2%} found at "
+            f"{one.false_alarms:.2%} false alarms ({permitted:.2%} permitted)"
+        )
+    print("These are figures of private rows without noise: not for publication.")
+    facts = {"model": trained, "epsilon": epsilon, "delta": delta, "others": split}
+    values = facts | {"attacks": [dataclasses.asdict(one) for one in found]}
+    write_for_owner(folder / MEMBERSHIP_FILE, json.dumps(encode(values), indent=2) + "\n")
+    return 0
+
+
+def _losses(recipe: Recipe, task: AnyTask, model: str, base: str) -> np.ndarray:
+    """A model's losses of all rows in "train", float [n]."""
+    named = dataclasses.replace(recipe.model, model_name_or_path=model)
+    trainer = evaluator(dataclasses.replace(recipe, model=named), task, base, "train")
+    rows, size = trainer.rows_of(trainer.eval_dataset), recipe.training.per_device_eval_batch_size
+    objective = trainer.per_example_loss or select_objective(trainer.model)
+    objective = getattr(objective, "objective", objective)  # behind one that is not smooth
+    losses = []
+    with torch.no_grad(), evaluation_mode(trainer.model):
+        for first in range(0, len(rows.dataset), size):
+            numbers = list(range(first, min(first + size, len(rows.dataset))))
+            inputs = trainer._prepare_inputs(dict(rows.collate_rows(numbers)))
+            losses.append(objective(trainer.model, inputs).float().cpu())
+    return torch.cat(losses).numpy()

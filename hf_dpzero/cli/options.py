@@ -112,14 +112,19 @@ class Plan(Options):
 class Audit(Options):
     """Attack what a recipe's plan would release, and bound the epsilon that it spends from below.
 
-    Exit status 1 where a bound at confidence 1 - 1e-6 passes the claim."""
+    Exit status 1 where a bound at confidence 1 - 1e-6 passes the claim. With --model, attack a trained
+    one: do losses tell its training rows from others?"""
 
     recipe: str = _option(f"{_RECIPE}: its plan is audited, nothing is trained", positional=True)
+    model: str | None = _option(
+        "folder of a model that the recipe trained, asked about training rows and the rows held out, or "
+        "without holdout the validation rows"
+    )
     num_examples: int | None = _option("n, rows of training data; a recipe's own if they are here")
     runs: int = _option("of one step, on each of the two data sets", 40_000)
     steps: int = _option("T, of the short run; of T steps there are runs / T runs", 8)
     output_dir: str | None = _option(
-        "for audit.json and audit.png; default the recipe's and -audit"
+        "for audit.json and audit.png, or membership.json; default the recipe's and -audit"
     )
 
 

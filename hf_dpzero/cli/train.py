@@ -232,7 +232,7 @@ def _evaluate_privately(
     with contextlib.suppress(OSError, ValueError):
         report = report_of(model)
         step = report.steps if report.shipped_step is None else report.shipped_step
-    trainer = _evaluator(recipe, task, base, "private")
+    trainer = evaluator(recipe, task, base, "private")
     rows, trainer.eval_dataset, trainer.args.output_dir = trainer.eval_dataset, None, str(folder)
     made = trainer.evaluate_privately(
         rows,
@@ -251,7 +251,7 @@ def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str
     """Returns metrics of the recipe's model (`base` with an adapter on it) on its validation rows."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    trainer = _evaluator(recipe, task, base, "validation")
+    trainer = evaluator(recipe, task, base, "validation")
     rows: Any = trainer.eval_dataset
     trainer.remove_callback(PrinterCallback)  # log_metrics below prints the same, once
     if quiet:
@@ -262,7 +262,7 @@ def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str
     return metrics
 
 
-def _evaluator(recipe: Recipe, task: AnyTask, base: str, split: str) -> PublishingTrainer:
+def evaluator(recipe: Recipe, task: AnyTask, base: str, split: str) -> PublishingTrainer:
     """Returns what evaluates the recipe's model, with the rows of a split as its eval_dataset."""
     from hf_dpzero.training.publishing import PublishingTrainer
 

@@ -58,3 +58,46 @@ def test_what_shows_nothing_is_refused_at_once(tmp_path, capsys, words, said):
     assert main.main([*RECIPE.split(), *words.split(), "--output_dir", str(tmp_path / "out")]) == 2
     told = capsys.readouterr()
     assert re.search(said, told.err) and "one step" not in told.out
+
+
+def members(folder: Path, recipe: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """What is found of a model that was trained with these settings."""
+    file, out, target = folder / "r.json", folder / "out", folder / "found"
+    file.write_text(json.dumps({**recipe, **settings, "output_dir": str(out)}))
+    assert main.main(["train", str(file)]) == 0
+    words = ["--model", str(out), "--output_dir", str(target)]
+    assert main.main(["audit", str(file), *words]) == 0
+    assert (target / "membership.json").stat().st_mode & 0o777 == 0o600
+    return json.loads((target / "membership.json").read_text())
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, bert_checkpoint: Path) -> dict[str, Any]:
+    """Of 40 rows, good ones of label 1; in the validation rows it is the other way round."""
+    for turned, name in enumerate(("train", "validation")):
+        texts = [f"{['film', 'it was'][turned]} {i} {['bad', 'good'][i % 2]}" for i in range(40)]
+        rows = [{"text": text, "label": (i + turned) % 2} for i, text in enumerate(texts)]
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    return {
+        "model_name_or_path": str(bert_checkpoint), "train_file": str(tmp_path / "train.jsonl"),
+        "method": "adamw", "learning_rate": 3e-3, "max_steps": 60, "expected_batch_size": 20,
+        "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+    }  # fmt: skip
+
+
+def test_rows_that_a_model_learnt_are_told_from_others(tmp_path, recipe, capsys):
+    found = members(tmp_path, recipe, validation_file=str(tmp_path / "validation.jsonl"))
+    fell, loss, base = (attack["area"] for attack in found["attacks"])
+    assert fell == loss == 1 and 0.2 < base < 0.8 and found["others"] == "validation"
+    page = capsys.readouterr().out
+    assert "40 rows that it was trained on, 40 others (validation)" in page
+    assert "permits an area of 1.000" in page and "not for publication" in page
+
+
+def test_rows_held_out_are_the_others_of_a_private_run(tmp_path, recipe, capsys):
+    private = {"method": "dpzero", "target_epsilon": 1.0, "target_delta": 1e-3, "max_steps": 2}
+    found = members(tmp_path, recipe, holdout=0.5, class_names=["dull", "fine"], **private)
+    assert found["others"] == "private" and 0.99 <= found["epsilon"] <= 1
+    rows = re.search(r"(\d+) rows that it was trained on, (\d+) others", capsys.readouterr().out)
+    assert rows is not None and int(rows[1]) + int(rows[2]) == 40

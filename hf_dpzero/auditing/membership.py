@@ -1,0 +1,92 @@
+r"""Membership inference: whether losses of a trained model tell rows it was trained on from others.
+
+A row is called a training row where its score, minus its loss or by how much the loss fell from the
+base model's (Yeom et al. 2018; Watson et al. 2022), is above a threshold. Of rows that were held out by
+chance, (epsilon, delta) bounds the expected shares of both kinds that are called so, whoever asks
+(Kairouz, Oh, Viswanath 2015, Theorem 2.1):
+
+    TPR <= min(e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)),
+
+and the area under all of them by 1 - (1 - delta)^2 / (1 + e^epsilon). An attack that fails proves
+nothing; one model is one draw of the noise, so none that succeeds refutes epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+def largest_share(fpr: npt.ArrayLike, epsilon: float, delta: float) -> np.ndarray:
+    """Returns the TPR that is permitted at an FPR, both of any shape in [0, 1]; epsilon may be inf.
+
+    >>> largest_share([0.25, 0.75], epsilon=math.log(2), delta=0.0).tolist()
+    [0.5, 0.875]
+    """
+    grows, fpr = math.exp(min(epsilon, 700.0)), np.asarray(fpr)
+    return np.minimum(np.minimum(grows * fpr + delta, 1 - (1 - delta - fpr) / grows), 1.0)
+
+
+def largest_area(epsilon: float, delta: float) -> float:
+    """Returns the area under `largest_share`.
+
+    >>> largest_area(0.0, 0.0), largest_area(math.log(3), 0.0), largest_area(math.inf, 0.0)
+    (0.5, 0.75, 1.0)
+    """
+    return 1 - (1 - delta) ** 2 / (1 + math.exp(min(epsilon, 700.0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """What one score tells.
+
+    Attributes:
+      what: the score, in words.
+      area: under the curve of TPR over FPR; 0.5 is a guess.
+      error: one standard deviation of it if the score tells nothing.
+      found: TPR at `false_alarms`, one row in a hundred of the others (one at least).
+      false_alarms: FPR.
+    """
+
+    what: str
+    area: float
+    error: float
+    found: float
+    false_alarms: float
+
+
+def attack(what: str, members: np.ndarray, others: np.ndarray) -> Attack:
+    """Attacks by one score, larger for rows that seem trained on: float [m], float [n]."""
+    from scipy.stats import rankdata
+
+    m, n = len(members), len(others)
+    ranks = rankdata(np.concatenate([members, others]))[:m]
+    alarms = max(1, n // 100)
+    threshold = np.sort(others)[::-1][min(alarms, n - 1)]
+    return Attack(
+        what=what,
+        area=float((ranks.sum() - m * (m + 1) / 2) / (m * n)),
+        error=math.sqrt((m + n + 1) / (12 * m * n)),
+        found=float(np.mean(members > threshold)),
+        false_alarms=float(np.mean(others > threshold)),
+    )
+
+
+def attacks(
+    trained: tuple[np.ndarray, np.ndarray], base: tuple[np.ndarray, np.ndarray]
+) -> list[Attack]:
+    """Attacks by both scores, and by the base model's loss, which saw neither: how the rows differ.
+
+    Args:
+      trained: the trained model's losses of its training rows, float [m], and of other rows, float [n].
+      base: the base model's, of the same rows.
+    """
+    (after, after_others), (before, before_others) = trained, base
+    return [
+        attack("how far the loss fell", before - after, before_others - after_others),
+        attack("the loss", -after, -after_others),
+        attack("the base model's loss", -before, -before_others),
+    ]
