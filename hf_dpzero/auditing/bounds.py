@@ -13,6 +13,13 @@ differentially private machine learning"):
 
 and the epsilon of a smaller mu is smaller. This one assumes that the trade-off has the form of a
 Gaussian: of every step without sampling, whatever the deviation of its noise is; not of sampled ones.
+
+An audit in one run guesses r of m fair coins, each of which put a row in or left it out. With W of
+Binomial(r, e^epsilon / (1 + e^epsilon)), v right guesses or more have a probability of at most
+
+    P[W >= v] + 2 m delta max_i P[v - i <= W < v] / i
+
+(Steinke, Nasr, Jagielski 2023, arXiv:2305.08846, Theorem 5.2).
 """
 
 from __future__ import annotations
@@ -131,3 +138,40 @@ def _limits(
     below = [np.searchsorted(np.sort(x), thresholds, side="right") for x in (absent, present)]
     fpr = upper_limit(len(absent) - below[0], len(absent), alpha)
     return fpr, upper_limit(below[1], len(present), alpha)
+
+
+def epsilon_of_guesses(
+    right: int, guesses: int, coins: int, delta: float, confidence: float
+) -> float:
+    """Returns the smallest epsilon that so many right guesses are not unlikely under, at least 0.
+
+    Guarantee: above the true epsilon with a probability of at most 1 - `confidence`, where the coins
+    are fair, secret and independent, and guesses follow from what was released.
+
+    Args:
+      right: v, of the guesses.
+      guesses: r, at most `coins`.
+      coins: m.
+      delta: in [0, 1).
+      confidence: in (0, 1).
+
+    >>> round(epsilon_of_guesses(100, 100, 100, delta=0.0, confidence=0.95), 4)  # q^100 = 0.05
+    3.493
+    """
+    low, high = 0.0, 50.0
+    if _likely(right, guesses, coins, delta, low) > 1 - confidence:
+        return low
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        above = _likely(right, guesses, coins, delta, middle) > 1 - confidence
+        low, high = (low, middle) if above else (middle, high)
+    return low
+
+
+def _likely(right: int, guesses: int, coins: int, delta: float, epsilon: float) -> float:
+    from scipy.stats import binom
+
+    share = 1 / (1 + np.exp(-epsilon))
+    below = binom.pmf(np.arange(right)[::-1], guesses, share).cumsum()  # P[v - i <= W < v]
+    steepest = float((below / np.arange(1, right + 1)).max(initial=0.0))
+    return float(binom.sf(right - 1, guesses, share)) + 2 * coins * delta * steepest

@@ -8,12 +8,14 @@ chance, (epsilon, delta) bounds the expected shares of both kinds that are calle
     TPR <= min(e^epsilon FPR + delta, 1 - e^-epsilon (1 - delta - FPR)),
 
 and the area under all of them by 1 - (1 - delta)^2 / (1 + e^epsilon). An attack that fails proves
-nothing; one model is one draw of the noise, so none that succeeds refutes epsilon.
+nothing. Where each row was held out by a fair coin of its own, this is an audit in one run: guess the
+coins of the highest and the lowest scores, and count (Steinke, Nasr, Jagielski 2023, Algorithm 1).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,3 +92,35 @@ def attacks(
         attack("the loss", -after, -after_others),
         attack("the base model's loss", -before, -before_others),
     ]
+
+
+GUESSED = 0.15
+"""Share of the coins that are guessed as "in", and as many as "out"."""
+
+
+def guesses(
+    members: np.ndarray, others: np.ndarray, names: tuple[Sequence[str], Sequence[str]], units: bool
+) -> tuple[int, int, int]:
+    """Guesses the coins of the highest scores and the lowest; ties are wrong.
+
+    Args:
+      members: scores of training rows, float [m].
+      others: of rows that were held out, float [n].
+      names: of both; rows of one name had one coin.
+      units: a unit's rows count together, by their mean. Otherwise a row that occurs twice has no coin
+        of its own, and is left out.
+
+    Returns:
+      How many guesses are right, how many there are, and of how many coins.
+    """
+    scores = [_of_coins(*side, units) for side in ((members, names[0]), (others, names[1]))]
+    score, out = np.concatenate(scores), np.repeat([False, True], [len(side) for side in scores])
+    each = int(GUESSED * len(score))
+    highest, lowest = np.lexsort((~out, -score))[:each], np.lexsort((out, score))[:each]
+    return int((~out[highest]).sum() + out[lowest].sum()), 2 * each, len(score)
+
+
+def _of_coins(scores: np.ndarray, names: Sequence[str], units: bool) -> np.ndarray:
+    _, coin, counts = np.unique(np.asarray(names), return_inverse=True, return_counts=True)
+    means = np.bincount(coin, scores, len(counts)) / counts
+    return means if units else means[counts == 1]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_dpzero.auditing.membership import attacks, largest_area, largest_share
+from hf_dpzero.auditing.bounds import epsilon_of_guesses
+from hf_dpzero.auditing.membership import attacks, guesses, largest_area, largest_share
 from hf_dpzero.auditing.releases import CONFIDENCES, Audit, audits_of
 from hf_dpzero.cli import options
 from hf_dpzero.cli.train import evaluator
@@ -24,9 +25,13 @@ from hf_dpzero.recipes.holdout import held_out
 from hf_dpzero.recipes.recipe import Recipe, load_recipe, parse_overrides, read_recipe
 from hf_dpzero.reporting.model_card import new_figure, optional_plot
 from hf_dpzero.reporting.verification import report_of
+from hf_dpzero.settings.row_groups import column_values
+from hf_dpzero.tasks.rows import keyed_digests
 from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
+    import datasets
+
     from hf_dpzero.tasks import AnyTask
 
 JSON_FILE, PLOT_FILE, MEMBERSHIP_FILE = "audit.json", "audit.png", "membership.json"
@@ -102,7 +107,7 @@ def _plot(audits: Sequence[Audit], target: Path) -> None:
 
 
 def _ask_model(arguments: options.Audit, given: dict[str, Any], folder: Path) -> int:
-    """Prints what losses tell of training rows, and writes it into a folder, for its owner; 0."""
+    """Prints what losses tell of training rows, and writes it for its owner; 1 where that refutes."""
     from hf_dpzero.tasks import build_task
 
     trained = str(arguments.model)
@@ -114,6 +119,8 @@ def _ask_model(arguments: options.Audit, given: dict[str, Any], folder: Path) ->
             held_out(task.splits, Path(trained), recipe.training.unit_column)
         split = "private" if recipe.data.holdout else "validation"
         rows = [type(task.splits)(train=task.splits[name]) for name in ("train", split)]
+        column = recipe.training.unit_column
+        names = [_names_of_coins(task.splits[name], column) for name in ("train", split)]
         losses = [
             [_losses(recipe, dataclasses.replace(task, splits=r), model, base) for r in rows]
             for model in (trained, base)
@@ -131,11 +138,28 @@ def _ask_model(arguments: options.Audit, given: dict[str, Any], folder: Path) ->
             f"  {one.what:<22} area {one.area:.3f} +- {one.error:.3f}; {one.found:.2%} found at "
             f"{one.false_alarms:.2%} false alarms ({permitted:.2%} permitted)"
         )
-    print("These are figures of private rows without noise: not for publication.")
     facts = {"model": trained, "epsilon": epsilon, "delta": delta, "others": split}
-    values = facts | {"attacks": [dataclasses.asdict(one) for one in found]}
+    values: dict[str, Any] = facts | {"attacks": [dataclasses.asdict(one) for one in found]}
+    holds = True
+    if recipe.data.holdout == 0.5:  # fair coins
+        fell = (before - after, before_others - after_others)
+        right, count, coins = guesses(*fell, (names[0], names[1]), column is not None)
+        bounds = [epsilon_of_guesses(right, count, coins, delta, c) for c in CONFIDENCES]
+        holds = bounds[-1] <= epsilon
+        values["one_run"] = {"right": right, "guesses": count, "coins": coins, "bounds": bounds}
+        print(
+            f"  audit in one run: {right} of {count} guesses of {coins} coins are right: at least "
+            f"{bounds[0]:.4g} (95 %), {bounds[1]:.4g} (1 - 1e-6)" + ("" if holds else "  REFUTED")
+        )
+    print("These are figures of private rows without noise: not for publication.")
     write_for_owner(folder / MEMBERSHIP_FILE, json.dumps(encode(values), indent=2) + "\n")
-    return 0
+    return int(not holds)
+
+
+def _names_of_coins(rows: datasets.Dataset, column: str | None) -> list[str]:
+    """One name for each row; rows that are held out together, equal ones or a unit's, share it."""
+    values = rows if column is None else column_values(rows, column)
+    return [digest.hex() for digest in keyed_digests("", values or ())]
 
 
 def _losses(recipe: Recipe, task: AnyTask, model: str, base: str) -> np.ndarray:

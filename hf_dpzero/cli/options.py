@@ -113,7 +113,7 @@ class Audit(Options):
     """Attack what a recipe's plan would release, and bound the epsilon that it spends from below.
 
     Exit status 1 where a bound at confidence 1 - 1e-6 passes the claim. With --model, attack a trained
-    one: do losses tell its training rows from others?"""
+    one: do losses tell its training rows from others? With holdout: 0.5 that bounds epsilon too."""
 
     recipe: str = _option(f"{_RECIPE}: its plan is audited, nothing is trained", positional=True)
     model: str | None = _option(

@@ -9,6 +9,7 @@ import pytest
 from scipy.stats import beta, norm
 
 from hf_dpzero.auditing.bounds import (
+    epsilon_of_guesses,
     epsilon_of_mu,
     epsilon_of_rates,
     lower_bound,
@@ -69,3 +70,36 @@ def test_bounds_are_wrong_no_more_often_than_they_say(mu):
         wrong += lower_bound(absent, present, 1e-5, 0.95, gaussian=True).epsilon > truth
         sure.append(lower_bound(absent, present, 1e-5, 1 - 1e-6, gaussian=True).epsilon)
     assert wrong < 25 and max(sure) <= truth
+
+
+@pytest.mark.parametrize("delta", [0.0, 1e-4])
+@pytest.mark.parametrize(("right", "guesses", "coins"), [(34, 40, 100), (90, 100, 100)])
+def test_guesses_bound_epsilon_where_their_probability_is_what_is_left(
+    right, guesses, coins, delta
+):
+    """Steinke, Nasr, Jagielski 2023, Theorem 5.2, summed term by term."""
+    epsilon = epsilon_of_guesses(right, guesses, coins, delta, 0.95)
+    q = math.exp(epsilon) / (1 + math.exp(epsilon))
+    law = [math.comb(guesses, k) * q**k * (1 - q) ** (guesses - k) for k in range(guesses + 1)]
+    steps = [sum(law[right - i : right]) / i for i in range(1, right + 1)]
+    assert sum(law[right:]) + 2 * coins * delta * max(steps) == pytest.approx(0.05)
+    assert (epsilon > 0.5) and epsilon_of_guesses(right, guesses, coins, 0.3, 0.95) == 0
+
+
+def test_guesses_that_show_nothing_bound_nothing():
+    assert epsilon_of_guesses(50, 100, 100, 0.0, 0.95) == 0
+    assert epsilon_of_guesses(0, 0, 0, 0.0, 0.95) == 0
+
+
+@pytest.mark.false_alarm(0)  # a fixed seed
+def test_bounds_of_coins_told_truly_with_a_known_probability():
+    """Randomized response of 500 coins: below its epsilon in 95 of 100 runs, and not by much."""
+    draws, truth = np.random.default_rng(5), math.exp(1.0) / (1 + math.exp(1.0))
+    right = draws.binomial(500, truth, size=400)
+    found = np.array([epsilon_of_guesses(int(v), 500, 500, 0.0, 0.95) for v in right])
+    assert (found > 1.0).mean() <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+    assert np.median(found) > 0.8
+    twice = [
+        epsilon_of_guesses(int(v), 500, 500, 0.0, 1 - 1e-6) for v in draws.binomial(500, 0.9, 20)
+    ]
+    assert min(twice) > 1.0  # epsilon 2.2 and a claim of 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_dpzero.cli import main
+from hf_dpzero.cli import audit, main
 from hf_dpzero.privacy.noise import SecureNoise
 
 RECIPE = "audit sst2/minilm-dpzero --num_examples 65349 --num_directions 1 --steps 2"
@@ -95,9 +95,15 @@ def test_rows_that_a_model_learnt_are_told_from_others(tmp_path, recipe, capsys)
     assert "permits an area of 1.000" in page and "not for publication" in page
 
 
-def test_rows_held_out_are_the_others_of_a_private_run(tmp_path, recipe, capsys):
+def test_rows_held_out_are_the_others_of_a_private_run(tmp_path, recipe, monkeypatch, capsys):
     private = {"method": "dpzero", "target_epsilon": 1.0, "target_delta": 1e-3, "max_steps": 2}
     found = members(tmp_path, recipe, holdout=0.5, class_names=["dull", "fine"], **private)
     assert found["others"] == "private" and 0.99 <= found["epsilon"] <= 1
-    rows = re.search(r"(\d+) rows that it was trained on, (\d+) others", capsys.readouterr().out)
+    page = capsys.readouterr().out
+    assert found["one_run"]["coins"] == 40 and "0 (1 - 1e-6)" in page
+    rows = re.search(r"(\d+) rows that it was trained on, (\d+) others", page)
     assert rows is not None and int(rows[1]) + int(rows[2]) == 40
+    monkeypatch.setattr(audit, "epsilon_of_guesses", lambda *_: found["epsilon"] + 1e-9)
+    words = ["--model", str(tmp_path / "out"), "--output_dir", str(tmp_path / "found")]
+    assert main.main(["audit", str(tmp_path / "r.json"), *words]) == 1
+    assert "REFUTED" in capsys.readouterr().out
