@@ -77,20 +77,18 @@ def attack(what: str, members: np.ndarray, others: np.ndarray) -> Attack:
     )
 
 
-def attacks(
-    trained: tuple[np.ndarray, np.ndarray], base: tuple[np.ndarray, np.ndarray]
-) -> list[Attack]:
+def attacks(after: Sequence[np.ndarray], before: Sequence[np.ndarray]) -> list[Attack]:
     """Attacks by both scores, and by the base model's loss, which saw neither: how the rows differ.
 
     Args:
-      trained: the trained model's losses of its training rows, float [m], and of other rows, float [n].
-      base: the base model's, of the same rows.
+      after: the trained model's losses of its training rows, float [m], and of other rows, float [n].
+      before: the base model's, of the same rows.
     """
-    (after, after_others), (before, before_others) = trained, base
+    fell = [start - end for start, end in zip(before, after, strict=True)]
     return [
-        attack("how far the loss fell", before - after, before_others - after_others),
-        attack("the loss", -after, -after_others),
-        attack("the base model's loss", -before, -before_others),
+        attack("how far the loss fell", *fell),
+        attack("the loss", *(-loss for loss in after)),
+        attack("the base model's loss", *(-loss for loss in before)),
     ]
 
 
@@ -99,13 +97,12 @@ GUESSED = 0.15
 
 
 def guesses(
-    members: np.ndarray, others: np.ndarray, names: tuple[Sequence[str], Sequence[str]], units: bool
+    scores: Sequence[np.ndarray], names: Sequence[Sequence[bytes]], units: bool
 ) -> tuple[int, int, int]:
     """Guesses the coins of the highest scores and the lowest; ties are wrong.
 
     Args:
-      members: scores of training rows, float [m].
-      others: of rows that were held out, float [n].
+      scores: of training rows, float [m], and of rows that were held out, float [n].
       names: of both; rows of one name had one coin.
       units: a unit's rows count together, by their mean. Otherwise a row that occurs twice has no coin
         of its own, and is left out.
@@ -113,14 +110,16 @@ def guesses(
     Returns:
       How many guesses are right, how many there are, and of how many coins.
     """
-    scores = [_of_coins(*side, units) for side in ((members, names[0]), (others, names[1]))]
-    score, out = np.concatenate(scores), np.repeat([False, True], [len(side) for side in scores])
+    sides = [_of_coins(*side, units) for side in zip(scores, names, strict=True)]
+    score, out = np.concatenate(sides), np.repeat([False, True], [len(side) for side in sides])
     each = int(GUESSED * len(score))
     highest, lowest = np.lexsort((~out, -score))[:each], np.lexsort((out, score))[:each]
     return int((~out[highest]).sum() + out[lowest].sum()), 2 * each, len(score)
 
 
-def _of_coins(scores: np.ndarray, names: Sequence[str], units: bool) -> np.ndarray:
-    _, coin, counts = np.unique(np.asarray(names), return_inverse=True, return_counts=True)
-    means = np.bincount(coin, scores, len(counts)) / counts
+def _of_coins(scores: np.ndarray, names: Sequence[bytes], units: bool) -> np.ndarray:
+    numbers: dict[bytes, int] = {}
+    coin = [numbers.setdefault(name, len(numbers)) for name in names]
+    counts = np.bincount(coin)
+    means = np.bincount(coin, scores) / counts
     return means if units else means[counts == 1]

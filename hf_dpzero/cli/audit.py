@@ -25,13 +25,12 @@ from hf_dpzero.recipes.holdout import held_out
 from hf_dpzero.recipes.recipe import Recipe, load_recipe, parse_overrides, read_recipe
 from hf_dpzero.reporting.model_card import new_figure, optional_plot
 from hf_dpzero.reporting.verification import report_of
+from hf_dpzero.run_folder.left_on_disk import note_caches
 from hf_dpzero.settings.row_groups import column_values
 from hf_dpzero.tasks.rows import keyed_digests
 from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
-    import datasets
-
     from hf_dpzero.tasks import AnyTask
 
 JSON_FILE, PLOT_FILE, MEMBERSHIP_FILE = "audit.json", "audit.png", "membership.json"
@@ -108,64 +107,78 @@ def _plot(audits: Sequence[Audit], target: Path) -> None:
 
 def _ask_model(arguments: options.Audit, given: dict[str, Any], folder: Path) -> int:
     """Prints what losses tell of training rows, and writes it for its owner; 1 where that refutes."""
-    from hf_dpzero.tasks import build_task
-
-    trained = str(arguments.model)
+    trained = Path(str(arguments.model))
     report = report_of(trained)
+    epsilon, delta = report.epsilon, report.delta
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **given})
-        base, task = recipe.model.model_name_or_path, build_task(recipe.data)
-        if recipe.data.holdout:
-            held_out(task.splits, Path(trained), recipe.training.unit_column)
-        split = "private" if recipe.data.holdout else "validation"
-        rows = [type(task.splits)(train=task.splits[name]) for name in ("train", split)]
-        column = recipe.training.unit_column
-        names = [_names_of_coins(task.splits[name], column) for name in ("train", split)]
-        losses = [
-            [_losses(recipe, dataclasses.replace(task, splits=r), model, base) for r in rows]
-            for model in (trained, base)
-        ]
-    (after, after_others), (before, before_others) = losses
-    found = attacks((after, after_others), (before, before_others))
-    epsilon, delta = report.epsilon, report.delta
+        others, sides = _sides(recipe, trained)
+        after = [_losses(recipe, side, str(trained), trained) for side in sides]
+        before = [_losses(recipe, side, recipe.model.model_name_or_path, trained) for side in sides]
     print(
-        f"{trained}: {len(after)} rows that it was trained on, {len(after_others)} others ({split}); "
+        f"{trained}: {len(after[0])} rows that it was trained on, {len(after[1])} others ({others}); "
         f"epsilon {epsilon:.4g} permits an area of {largest_area(epsilon, delta):.3f} on average"
     )
+    found = attacks(after, before)
     for one in found:
         permitted = float(largest_share(one.false_alarms, epsilon, delta))
         print(
             f"  {one.what:<22} area {one.area:.3f} +- {one.error:.3f}; {one.found:.2%} found at "
             f"{one.false_alarms:.2%} false alarms ({permitted:.2%} permitted)"
         )
-    facts = {"model": trained, "epsilon": epsilon, "delta": delta, "others": split}
-    values: dict[str, Any] = facts | {"attacks": [dataclasses.asdict(one) for one in found]}
-    holds = True
+    one_run = None
     if recipe.data.holdout == 0.5:  # fair coins
-        fell = (before - after, before_others - after_others)
-        right, count, coins = guesses(*fell, (names[0], names[1]), column is not None)
-        bounds = [epsilon_of_guesses(right, count, coins, delta, c) for c in CONFIDENCES]
-        holds = bounds[-1] <= epsilon
-        values["one_run"] = {"right": right, "guesses": count, "coins": coins, "bounds": bounds}
-        print(
-            f"  audit in one run: {right} of {count} guesses of {coins} coins are right: at least "
-            f"{bounds[0]:.4g} (95 %), {bounds[1]:.4g} (1 - 1e-6)" + ("" if holds else "  REFUTED")
-        )
+        fell = [start - end for start, end in zip(before, after, strict=True)]
+        one_run = _one_run(fell, sides, recipe.training.unit_column, epsilon, delta)
     print("These are figures of private rows without noise: not for publication.")
-    write_for_owner(folder / MEMBERSHIP_FILE, json.dumps(encode(values), indent=2) + "\n")
-    return int(not holds)
+    facts = {"model": str(trained), "epsilon": epsilon, "delta": delta, "others": others}
+    facts |= {"attacks": [dataclasses.asdict(one) for one in found], "one_run": one_run}
+    write_for_owner(folder / MEMBERSHIP_FILE, json.dumps(encode(facts), indent=2) + "\n")
+    return int(one_run is not None and one_run["bounds"][-1] > epsilon)
 
 
-def _names_of_coins(rows: datasets.Dataset, column: str | None) -> list[str]:
-    """One name for each row; rows that are held out together, equal ones or a unit's, share it."""
-    values = rows if column is None else column_values(rows, column)
-    return [digest.hex() for digest in keyed_digests("", values or ())]
+def _sides(recipe: Recipe, trained: Path) -> tuple[str, list[AnyTask]]:
+    """What the other rows are, and the task twice, with training rows and the others as its "train"."""
+    from hf_dpzero.tasks import build_task
+
+    task = build_task(recipe.data)
+    if recipe.data.holdout:
+        held_out(task.splits, trained, recipe.training.unit_column)
+    others = "private" if recipe.data.holdout else "validation"
+    splits = [type(task.splits)(train=task.splits[name]) for name in ("train", others)]
+    return others, [dataclasses.replace(task, splits=split) for split in splits]
 
 
-def _losses(recipe: Recipe, task: AnyTask, model: str, base: str) -> np.ndarray:
-    """A model's losses of all rows in "train", float [n]."""
+def _one_run(
+    scores: Sequence[np.ndarray],
+    sides: Sequence[AnyTask],
+    column: str | None,
+    epsilon: float,
+    delta: float,
+) -> dict[str, Any]:
+    """Guesses the coins of training rows and others, prints what follows, and returns it."""
+    names = []
+    for side in sides:  # rows that are held out together, equal ones or a unit's, have one name
+        rows = side.splits["train"]
+        names.append(
+            keyed_digests("", rows if column is None else column_values(rows, column) or ())
+        )
+    right, count, coins = guesses(scores, names, column is not None)
+    bounds = [epsilon_of_guesses(right, count, coins, delta, c) for c in CONFIDENCES]
+    print(
+        f"  audit in one run: {right} of {count} guesses of {coins} coins are right: at least "
+        f"{bounds[0]:.4g} (95 %), {bounds[1]:.4g} (1 - 1e-6)"
+        + ("  REFUTED" if bounds[1] > epsilon else "")
+    )
+    return {"right": right, "guesses": count, "coins": coins, "bounds": bounds}
+
+
+def _losses(recipe: Recipe, task: AnyTask, model: str, trained: Path) -> np.ndarray:
+    """A model's losses of all rows in "train", float [n]; `trained` notes the copies of `datasets`."""
+    base = recipe.model.model_name_or_path
     named = dataclasses.replace(recipe.model, model_name_or_path=model)
     trainer = evaluator(dataclasses.replace(recipe, model=named), task, base, "train")
+    note_caches(trained, trainer.eval_dataset)
     rows, size = trainer.rows_of(trainer.eval_dataset), recipe.training.per_device_eval_batch_size
     objective = trainer.per_example_loss or select_objective(trainer.model)
     objective = getattr(objective, "objective", objective)  # behind one that is not smooth

@@ -44,7 +44,7 @@ def test_randomized_response_reaches_what_is_permitted():
 def test_rows_that_differ_from_the_start_are_seen_in_the_base_models_loss():
     """Losses of training rows are 1 lower before training too: their fall tells nothing."""
     members, others = np.linspace(0, 1, 50), np.linspace(1.5, 2.5, 50)
-    fell, loss, base = attacks((members - 0.2, others - 0.2), (members, others))
+    fell, loss, base = attacks([members - 0.2, others - 0.2], [members, others])
     assert abs(fell.area - 0.5) < 0.2 and loss.area == base.area == 1
 
 
@@ -52,19 +52,19 @@ def test_guesses_of_coins():
     """Of 20 coins three are guessed as "in" and three as "out"; one is wrong on either side."""
     members = np.array([9.0, 8.0, 1.5, *range(5, -2, -1)])
     others = np.array([7.0, 0.5, -8.0, -9.0, *np.linspace(2, 3, 6)])
-    names = [f"{i}" for i in range(20)]
-    assert guesses(members, others, (names[:10], names[10:]), units=False) == (4, 6, 20)
+    names = [b"%d" % i for i in range(20)]
+    assert guesses([members, others], [names[:10], names[10:]], units=False) == (4, 6, 20)
 
 
 def test_ties_are_wrong():
-    same, names = np.zeros(10), [f"{i}" for i in range(20)]
-    assert guesses(same, same, (names[:10], names[10:]), units=False) == (0, 6, 20)
+    same, names = np.zeros(10), [b"%d" % i for i in range(20)]
+    assert guesses([same, same], [names[:10], names[10:]], units=False) == (0, 6, 20)
 
 
 @pytest.mark.parametrize(("units", "coins"), [(True, 16), (False, 12)])
 def test_rows_of_one_coin(units, coins):
     """Two names of ten stand twice: a unit's rows have their mean, equal rows no coin of their own."""
-    names = ["a", "a", "b", "b", *"cdefgh"], ["A", "A", "B", "B", *"CDEFGH"]
+    names = [[name.encode() for name in side] for side in ("aabbcdefgh", "AABBCDEFGH")]
     members, others = np.arange(10.0), np.arange(10.0)[::-1] - 20
-    right, made, found = guesses(members, others, names, units)
+    right, made, found = guesses([members, others], names, units)
     assert (right, made, found) == (2 * int(0.15 * coins), 2 * int(0.15 * coins), coins)
