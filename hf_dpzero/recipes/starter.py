@@ -242,7 +242,8 @@ class Starter:
             rows |= {"label_column": self.columns.label, "max_seq_length": 128}
         else:
             rows |= {"prompt": "causal_lm", "max_seq_length": 512, "max_new_tokens": 50}
-        run: dict[str, Setting] = {"microbatch_size": 64 if classes else 8, "logging_steps": 50}
+        rows_of_a_pass = 512 if head else 64 if classes else 8
+        run: dict[str, Setting] = {"microbatch_size": rows_of_a_pass, "logging_steps": 50}
         run |= {"output_dir": f"out/{stem}", "save_strategy": "no"}
         parts: dict[str, dict[str, Setting]] = {
             "model": model,

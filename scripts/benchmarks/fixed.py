@@ -44,6 +44,7 @@ class FixedBench:
       width: features of a row.
       batch_size: expected, and Trainer's own.
       num_directions: K.
+      microbatch_size: rows of a pass, at most.
       steps: timed ones, after `WARM_UP`.
     """
 
@@ -51,6 +52,7 @@ class FixedBench:
     width: int = 16
     batch_size: int = 64
     num_directions: int = 1
+    microbatch_size: int = 64
     steps: int = 200
 
 
@@ -88,6 +90,7 @@ def trainers(bench: FixedBench, rows: datasets.Dataset, folder: str) -> dict[str
         output_dir=f"{folder}/{time.monotonic_ns()}",
         **{"noise_multiplier": 1.0, "target_delta": 1e-9, "clip": 5.0, "trainable": "^classifier"},
         **{"expected_batch_size": bench.batch_size, "num_directions": bench.num_directions},
+        microbatch_size=bench.microbatch_size,
         **common,
     )
     sgd = TrainingArguments(
