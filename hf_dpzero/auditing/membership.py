@@ -49,8 +49,8 @@ class Attack:
       what: the score, in words.
       area: under the curve of TPR over FPR; 0.5 is a guess.
       error: one standard deviation of it if the score tells nothing.
-      found: TPR at `false_alarms`, one row in a hundred of the others (one at least).
-      false_alarms: FPR.
+      found: TPR above the score of the others' highest hundredth (of one at least).
+      false_alarms: the FPR there that is to be expected of more others.
     """
 
     what: str
@@ -67,13 +67,15 @@ def attack(what: str, members: np.ndarray, others: np.ndarray) -> Attack:
     m, n = len(members), len(others)
     ranks = rankdata(np.concatenate([members, others]))[:m]
     alarms = max(1, n // 100)
-    threshold = np.sort(others)[::-1][min(alarms, n - 1)]
+    threshold = np.sort(others)[::-1][
+        min(alarms, n - 1)
+    ]  # which one more would pass by chance, too
     return Attack(
         what=what,
         area=float((ranks.sum() - m * (m + 1) / 2) / (m * n)),
         error=math.sqrt((m + n + 1) / (12 * m * n)),
         found=float(np.mean(members > threshold)),
-        false_alarms=float(np.mean(others > threshold)),
+        false_alarms=(alarms + 1) / (n + 1),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from hf_dpzero.auditing.bounds import epsilon_of_guesses
 from hf_dpzero.auditing.membership import attacks, guesses, largest_area, largest_share
 from hf_dpzero.auditing.releases import CONFIDENCES, Audit, audits_of
+from hf_dpzero.checks.data import num_units
 from hf_dpzero.cli import options
 from hf_dpzero.cli.train import evaluator
 from hf_dpzero.experiments.plan import overview
@@ -24,13 +26,17 @@ from hf_dpzero.objectives.losses import evaluation_mode
 from hf_dpzero.recipes.holdout import held_out
 from hf_dpzero.recipes.recipe import Recipe, load_recipe, parse_overrides, read_recipe
 from hf_dpzero.reporting.model_card import new_figure, optional_plot
+from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import report_of
+from hf_dpzero.run_folder.keys import FOLDER, HOLDOUT_FILE
 from hf_dpzero.run_folder.left_on_disk import note_caches
 from hf_dpzero.settings.row_groups import column_values
 from hf_dpzero.tasks.rows import keyed_digests
 from hf_dpzero.values import encode
 
 if TYPE_CHECKING:
+    import datasets
+
     from hf_dpzero.tasks import AnyTask
 
 JSON_FILE, PLOT_FILE, MEMBERSHIP_FILE = "audit.json", "audit.png", "membership.json"
@@ -40,7 +46,7 @@ def run_audit(arguments: options.Audit) -> int:
     """Prints claims and lower bounds and writes them into output_dir; 1 where a claim is refuted."""
     given = parse_overrides(arguments.overrides)
     own = str(read_recipe(arguments.recipe).get("output_dir", "out/run")).rstrip("/")
-    folder = Path(arguments.output_dir or f"{own}-audit")
+    folder = Path(arguments.output_dir or f"{(arguments.model or own).rstrip('/')}-audit")
     if arguments.model is not None:
         return _ask_model(arguments, given, folder)
     with tempfile.TemporaryDirectory() as scratch:
@@ -105,79 +111,129 @@ def _plot(audits: Sequence[Audit], target: Path) -> None:
 # ---- membership inference
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """Rows that a trained model is asked about.
+
+    Attributes:
+      task: as the model was trained on it.
+      rows: the task with all these rows as its training rows.
+      out: which of them it was not trained on, bool [n].
+      others: what those are, in words.
+      coins: a name for each row, of what was held out by one fair coin: rows that are equal, or of one
+        unit. None where it was not so.
+      units: whether coins are of units.
+    """
+
+    task: AnyTask
+    rows: AnyTask
+    out: np.ndarray
+    others: str
+    coins: list[bytes] | None = None
+    units: bool = False
+
+
 def _ask_model(arguments: options.Audit, given: dict[str, Any], folder: Path) -> int:
     """Prints what losses tell of training rows, and writes it for its owner; 1 where that refutes."""
     trained = Path(str(arguments.model))
+    if not (trained / REPORT_FILE).is_file():
+        raise ValueError(
+            f"--model {trained}: no {REPORT_FILE} there. Name the folder of a finished run."
+        )
     report = report_of(trained)
-    epsilon, delta = report.epsilon, report.delta
+    epsilon, delta = report.epsilon if report.private else math.inf, report.delta
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load_recipe(arguments.recipe, {"output_dir": scratch, **given})
-        others, sides = _sides(recipe, trained)
-        after = [_losses(recipe, side, str(trained), trained) for side in sides]
-        before = [_losses(recipe, side, recipe.model.model_name_or_path, trained) for side in sides]
+        asked = _rows_of(recipe, trained, report)
+        after = _losses(recipe, asked, str(trained), trained)
+        before = _losses(recipe, asked, recipe.model.model_name_or_path, trained)
+    out = asked.out
     print(
-        f"{trained}: {len(after[0])} rows that it was trained on, {len(after[1])} others ({others}); "
+        f"{trained}: {(~out).sum()} rows that it was trained on, {out.sum()} {asked.others}; "
         f"epsilon {epsilon:.4g} permits an area of {largest_area(epsilon, delta):.3f} on average"
     )
-    found = attacks(after, before)
+    found = attacks(*((losses[~out], losses[out]) for losses in (after, before)))
     for one in found:
         permitted = float(largest_share(one.false_alarms, epsilon, delta))
         print(
             f"  {one.what:<22} area {one.area:.3f} +- {one.error:.3f}; {one.found:.2%} found at "
             f"{one.false_alarms:.2%} false alarms ({permitted:.2%} permitted)"
         )
-    one_run = None
-    if recipe.data.holdout == 0.5:  # fair coins
-        fell = [start - end for start, end in zip(before, after, strict=True)]
-        one_run = _one_run(fell, sides, recipe.training.unit_column, epsilon, delta)
+    one_run = None if asked.coins is None else _one_run(before - after, asked, report)
     print("These are figures of private rows without noise: not for publication.")
-    facts = {"model": str(trained), "epsilon": epsilon, "delta": delta, "others": others}
+    facts = {"model": str(trained), "epsilon": epsilon, "delta": delta, "others": asked.others}
     facts |= {"attacks": [dataclasses.asdict(one) for one in found], "one_run": one_run}
     write_for_owner(folder / MEMBERSHIP_FILE, json.dumps(encode(facts), indent=2) + "\n")
-    return int(one_run is not None and one_run["bounds"][-1] > epsilon)
+    return int(one_run is not None and not one_run["holds"])
 
 
-def _sides(recipe: Recipe, trained: Path) -> tuple[str, list[AnyTask]]:
-    """What the other rows are, and the task twice, with training rows and the others as its "train"."""
+def _rows_of(recipe: Recipe, trained: Path, report: PrivacyReport) -> _Asked:
+    """Returns training rows and rows that the run held out, in the data's order; else validation rows.
+
+    Raises:
+      ValueError: they are not those of the run, as far as that can be seen.
+    """
+    import datasets
+
     from hf_dpzero.tasks import build_task
 
-    task = build_task(recipe.data)
-    if recipe.data.holdout:
-        held_out(task.splits, trained, recipe.training.unit_column)
-    others = "private" if recipe.data.holdout else "validation"
-    splits = [type(task.splits)(train=task.splits[name]) for name in ("train", others)]
-    return others, [dataclasses.replace(task, splits=split) for split in splits]
-
-
-def _one_run(
-    scores: Sequence[np.ndarray],
-    sides: Sequence[AnyTask],
-    column: str | None,
-    epsilon: float,
-    delta: float,
-) -> dict[str, Any]:
-    """Guesses the coins of training rows and others, prints what follows, and returns it."""
-    names = []
-    for side in sides:  # rows that are held out together, equal ones or a unit's, have one name
-        rows = side.splits["train"]
-        names.append(
-            keyed_digests("", rows if column is None else column_values(rows, column) or ())
+    task, file = build_task(recipe.data), trained / FOLDER / HOLDOUT_FILE
+    rows, column = task.splits["train"], recipe.training.unit_column
+    if file.is_file() or recipe.data.holdout:
+        held_out(task.splits, trained)
+        stored = json.loads(file.read_text())  # of the run, whatever the recipe says
+        column = stored["unit_column"]
+        names = _names(rows, column)
+        aside = {*_names(task.splits["private"], column)}
+        out = np.array([name in aside for name in names])
+        coins = names if stored["share"] == 0.5 else None
+        joined = dataclasses.replace(task, splits=type(task.splits)(train=rows))
+        return _Asked(task, joined, out, "held out", coins, column is not None)
+    if (count := num_units(rows, recipe.training)) > report.num_examples:
+        raise ValueError(
+            f"the recipe has {count} training rows or units, and {trained} was trained on "
+            f"{report.num_examples}: give --train_file and subset of the run."
         )
-    right, count, coins = guesses(scores, names, column is not None)
-    bounds = [epsilon_of_guesses(right, count, coins, delta, c) for c in CONFIDENCES]
+    both = datasets.concatenate_datasets([rows, task.splits["validation"]])
+    joined = dataclasses.replace(task, splits=type(task.splits)(train=both))
+    return _Asked(task, joined, np.arange(len(both)) >= len(rows), "validation rows")
+
+
+def _names(rows: datasets.Dataset, column: str | None) -> list[bytes]:
+    return keyed_digests("", rows if column is None else column_values(rows, column) or ())
+
+
+def _one_run(scores: np.ndarray, asked: _Asked, report: PrivacyReport) -> dict[str, Any]:
+    """Guesses the coins, prints what follows, and returns it.
+
+    The verdict is on epsilon at the smallest delta of the report: m coins times a larger one would
+    leave nothing that is as unlikely as 1e-6.
+    """
+    names = np.array(asked.coins, dtype=object)
+    sides = [scores[~asked.out], scores[asked.out]]
+    right, count, number = guesses(sides, [names[~asked.out], names[asked.out]], asked.units)
+    likely = epsilon_of_guesses(right, count, number, report.delta, 0.95)
+    found = {"right": right, "guesses": count, "coins": number, "bound": likely, "holds": True}
+    said = f"at least {likely:.4g} (95 %)"
+    curve = report.other_terms.get("epsilon_at_delta", {})
+    # Else the curve is not all that these weights cost, or no claim.
+    if curve and report.private and report.tuning == "none" and not report.earlier_runs:
+        delta, claim = min((float(delta), epsilon) for delta, epsilon in curve.items())
+        sure = epsilon_of_guesses(right, count, number, delta, 1 - 1e-6)
+        found |= {"delta": delta, "claim": claim, "sure": sure, "holds": sure <= claim}
+        said += f"; at delta {delta:.3g} claim {claim:.4g}, at least {sure:.4g} (1 - 1e-6)"
     print(
-        f"  audit in one run: {right} of {count} guesses of {coins} coins are right: at least "
-        f"{bounds[0]:.4g} (95 %), {bounds[1]:.4g} (1 - 1e-6)"
-        + ("  REFUTED" if bounds[1] > epsilon else "")
+        f"  audit in one run: {right} of {count} guesses of {number} coins are right: {said}"
+        + ("" if found["holds"] else "  REFUTED")
     )
-    return {"right": right, "guesses": count, "coins": coins, "bounds": bounds}
+    return found
 
 
-def _losses(recipe: Recipe, task: AnyTask, model: str, trained: Path) -> np.ndarray:
-    """A model's losses of all rows in "train", float [n]; `trained` notes the copies of `datasets`."""
-    base = recipe.model.model_name_or_path
+def _losses(recipe: Recipe, asked: _Asked, model: str, trained: Path) -> np.ndarray:
+    """A model's losses of all rows, float [n]; `trained` notes the copies of `datasets`."""
     named = dataclasses.replace(recipe.model, model_name_or_path=model)
-    trainer = evaluator(dataclasses.replace(recipe, model=named), task, base, "train")
+    renamed, base = dataclasses.replace(recipe, model=named), recipe.model.model_name_or_path
+    trainer = evaluator(renamed, asked.task, base, "train", asked.rows)
     note_caches(trained, trainer.eval_dataset)
     rows, size = trainer.rows_of(trainer.eval_dataset), recipe.training.per_device_eval_batch_size
     objective = trainer.per_example_loss or select_objective(trainer.model)

@@ -262,17 +262,19 @@ def _evaluate(recipe: Recipe, task: AnyTask, base: str, quiet: bool) -> dict[str
     return metrics
 
 
-def evaluator(recipe: Recipe, task: AnyTask, base: str, split: str) -> PublishingTrainer:
-    """Returns what evaluates the recipe's model, with the rows of a split as its eval_dataset."""
+def evaluator(
+    recipe: Recipe, task: AnyTask, base: str, split: str, rows: AnyTask | None = None
+) -> PublishingTrainer:
+    """Returns what evaluates the recipe's model; a split, of `rows` where given, is its eval_dataset."""
     from hf_dpzero.training.publishing import PublishingTrainer
 
     model, tokenizer = build.load_trained(recipe.model, task, base)
     build.check_context(model, recipe)
-    encoded = task.tokenize(tokenizer, recipe.model.pair_features, only=split)
+    encoded = (rows or task).tokenize(tokenizer, recipe.model.pair_features, only=split)
     trainer = PublishingTrainer(
         model=model,
         args=recipe.training,
-        eval_dataset=build.with_kept_column(encoded, task, recipe.data.keep_column)[split],
+        eval_dataset=build.with_kept_column(encoded, rows or task, recipe.data.keep_column)[split],
         processing_class=tokenizer,
         data_collator=task.collator(tokenizer),
         compute_metrics=task.metrics(tokenizer),

@@ -73,11 +73,11 @@ def members(folder: Path, recipe: dict[str, Any], **settings: Any) -> dict[str, 
 
 @pytest.fixture
 def recipe(tmp_path: Path, bert_checkpoint: Path) -> dict[str, Any]:
-    """Of 40 rows, good ones of label 1; in the validation rows it is the other way round."""
+    """Of 400 rows, good ones of label 1; in the 40 validation rows it is the other way round."""
     for turned, name in enumerate(("train", "validation")):
-        texts = [f"{['film', 'it was'][turned]} {i} {['bad', 'good'][i % 2]}" for i in range(40)]
+        texts = [f"{['film', 'it was'][turned]} {i} {['bad', 'good'][i % 2]}" for i in range(400)]
         rows = [{"text": text, "label": (i + turned) % 2} for i, text in enumerate(texts)]
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows[: 40 if turned else None])
         (tmp_path / f"{name}.jsonl").write_text(lines)
     return {
         "model_name_or_path": str(bert_checkpoint), "train_file": str(tmp_path / "train.jsonl"),
@@ -89,21 +89,61 @@ def recipe(tmp_path: Path, bert_checkpoint: Path) -> dict[str, Any]:
 def test_rows_that_a_model_learnt_are_told_from_others(tmp_path, recipe, capsys):
     found = members(tmp_path, recipe, validation_file=str(tmp_path / "validation.jsonl"))
     fell, loss, base = (attack["area"] for attack in found["attacks"])
-    assert fell == loss == 1 and 0.2 < base < 0.8 and found["others"] == "validation"
+    assert fell > 0.95 and loss > 0.95 and 0.2 < base < 0.8 and found["one_run"] is None
     page = capsys.readouterr().out
-    assert "40 rows that it was trained on, 40 others (validation)" in page
+    assert "400 rows that it was trained on, 40 validation rows" in page
     assert "permits an area of 1.000" in page and "not for publication" in page
+    words = ["audit", str(tmp_path / "r.json"), "--model", str(tmp_path / "out")]
+    for more, said in (
+        (
+            ["--train_file", str(tmp_path / "more.jsonl")],
+            "the recipe has 401 training rows or units",
+        ),
+        (["--holdout", "0.5"], "the run there held no rows out"),
+        (["--model", str(tmp_path)], "Name the folder of a finished run"),
+    ):
+        rows = (tmp_path / "train.jsonl").read_text()
+        (tmp_path / "more.jsonl").write_text(rows + json.dumps({"text": "x", "label": 0}))
+        assert main.main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
 
 
-def test_rows_held_out_are_the_others_of_a_private_run(tmp_path, recipe, monkeypatch, capsys):
-    private = {"method": "dpzero", "target_epsilon": 1.0, "target_delta": 1e-3, "max_steps": 2}
-    found = members(tmp_path, recipe, holdout=0.5, class_names=["dull", "fine"], **private)
-    assert found["others"] == "private" and 0.99 <= found["epsilon"] <= 1
-    page = capsys.readouterr().out
-    assert found["one_run"]["coins"] == 40 and "0 (1 - 1e-6)" in page
-    rows = re.search(r"(\d+) rows that it was trained on, (\d+) others", page)
-    assert rows is not None and int(rows[1]) + int(rows[2]) == 40
-    monkeypatch.setattr(audit, "epsilon_of_guesses", lambda *_: found["epsilon"] + 1e-9)
+PRIVATE = {"method": "dpzero", "target_epsilon": 0.1, "target_delta": 1e-3, "max_steps": 2}
+
+
+def test_rows_held_out_by_coins_are_the_others_of_a_private_run(
+    tmp_path, recipe, monkeypatch, capsys
+):
+    found = members(tmp_path, recipe, holdout=0.5, class_names=["dull", "fine"], **PRIVATE)
+    assert 0.099 <= found["epsilon"] <= 0.1 and found["others"] == "held out"
+    one = found["one_run"]
+    assert (one["coins"], one["guesses"], one["delta"]) == (400, 120, 1e-12)
+    assert 0.1 < one["claim"] < 2 and one["sure"] == 0 and one["holds"]
+    rows = re.search(r"(\d+) rows that it was trained on, (\d+) held out", capsys.readouterr().out)
+    assert rows is not None and int(rows[1]) + int(rows[2]) == 400
     words = ["--model", str(tmp_path / "out"), "--output_dir", str(tmp_path / "found")]
+    # as if the weights told of each row on which side it lay
+    losses = iter([lambda asked: 1.0 * asked.out, lambda asked: 0.0 * asked.out])
+    monkeypatch.setattr(audit, "_losses", lambda recipe, asked, *_: next(losses)(asked))
     assert main.main(["audit", str(tmp_path / "r.json"), *words]) == 1
-    assert "REFUTED" in capsys.readouterr().out
+    assert "120 of 120 guesses of 400 coins" in (page := capsys.readouterr().out)
+    assert "REFUTED" in page
+
+
+def test_what_a_run_held_out_is_known_from_its_folder(tmp_path, recipe, capsys):
+    """The recipe may say another share, or no holdout; no other coins than fair ones are counted."""
+    recipe |= {"class_names": ["dull", "fine"], **PRIVATE}
+    found = members(tmp_path, recipe, holdout=0.3)
+    aside = re.search(r"(\d+) held out", capsys.readouterr().out)
+    assert found["one_run"] is None and aside is not None and 60 < int(aside[1]) < 190
+    words = [
+        "--validation_file",
+        str(tmp_path / "validation.jsonl"),
+        "--model",
+        str(tmp_path / "out"),
+    ]
+    assert main.main(["audit", str(tmp_path / "r.json"), *words, "--holdout", "0.5"]) == 0
+    page = capsys.readouterr().out
+    assert f"{aside[1]} held out" in page and "one run" not in page
+    assert main.main(["audit", str(tmp_path / "r.json"), *words, "--holdout", "0"]) == 0
+    assert f"{aside[1]} held out" in capsys.readouterr().out
