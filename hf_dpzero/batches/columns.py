@@ -36,6 +36,52 @@ _TYPES = {
 """Arrow's name of a type -> what torch makes of Python's numbers of that type."""
 
 
+class Stored:
+    """A column of numbers, or of lists of one length, whose rows are copied once from where they lie.
+
+    Args:
+      parts: views of it, [rows, width] or [rows], one after the other.
+      order: rows of a selection in those of the parts; None for all of them.
+      dtype: as torch makes of them.
+    """
+
+    def __init__(self, parts: list[np.ndarray], order: Any, dtype: type) -> None:
+        self.parts, self.order, self.dtype = parts, order, dtype
+        self.ends = np.cumsum([len(part) for part in parts])
+
+    def rows(self, indices: Sequence[int]) -> np.ndarray:
+        """Returns the rows of the selection that have these numbers, one after the other, a copy."""
+        numbers = np.asarray(indices, dtype=np.int64)
+        numbers = numbers if self.order is None else self.order[numbers].astype(np.int64)
+        made = np.empty((len(numbers), *self.parts[0].shape[1:]), self.dtype)
+        part = np.searchsorted(self.ends, numbers, side="right")
+        for i in np.unique(part):
+            own = np.flatnonzero(part == i)
+            made[own] = self.parts[i][numbers[own] - self.ends[i]]  # from the end: below 0
+        return made
+
+
+def _stored(dataset: Any, names: set[str]) -> dict[str, Stored]:
+    """Columns without missing values whose numbers need no conversion to be seen."""
+    selection: Any = getattr(dataset, "_indices", None)
+    order = None if selection is None else selection.column(0).to_numpy()
+    found = {}
+    for name in names:
+        chunks = [chunk for chunk in dataset.data.column(name).chunks if len(chunk)]
+        width = getattr(chunks[0].type, "list_size", None)
+        flat = [chunk if width is None else chunk.flatten() for chunk in chunks]
+        dtype = _TYPES.get(str(flat[0].type))
+        if dtype in (None, np.bool_) or any(
+            c.null_count + f.null_count for c, f in zip(chunks, flat, strict=True)
+        ):
+            continue
+        parts = [part.to_numpy() for part in flat]
+        found[name] = Stored(
+            parts if width is None else [p.reshape(-1, width) for p in parts], order, dtype
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class Columns:
     """What a collator makes of typed columns.
@@ -46,6 +92,7 @@ class Columns:
       texts: whether rows have widths of their own, multiples of `multiple`.
       fills: name -> what texts are padded with.
       left: whether on that side.
+      stored: column -> its rows, where they have one length and need no conversion to be seen.
     """
 
     table: Callable[[list[int]], Any]
@@ -54,16 +101,21 @@ class Columns:
     multiple: int
     fills: Mapping[str, int]
     left: bool
+    stored: Mapping[str, Stored]
 
     def blocks(self, indices: list[int]) -> list[Block] | None:
         """Returns the rows in blocks of one width each; None where the collator has to be asked."""
-        table, values, lengths = self.table(indices), {}, {}
+        values, lengths, stored = {}, {}, self.stored
+        table: Any = None if stored.keys() >= {*self.sources.values()} else self.table(indices)
         for name, source in self.sources.items():
-            if (found := _numbers(table.column(source))) is None:
+            if source in stored:
+                values[name] = stored[source].rows(indices)
+            elif (found := _numbers(table.column(source))) is None:
                 return None
-            values[name], of_rows = found
-            if of_rows is not None:
-                lengths[name] = of_rows
+            else:
+                values[name], of_rows = found
+                if of_rows is not None:
+                    lengths[name] = of_rows
         for of_rows in lengths.values():
             expected = lengths["input_ids"] if self.texts else of_rows[:1]
             if not (of_rows.all() and (of_rows == expected).all()):
@@ -117,7 +169,7 @@ def columns_of(dataset: Any, collate: Any) -> Columns | None:
     if texts and not {"input_ids", "attention_mask"} <= lists <= _TEXTS:
         return None
     table = dataset.with_format("arrow", columns=form["columns"]).__getitem__
-    made = Columns(table, sources, texts, *padding)
+    made = Columns(table, sources, texts, *padding, {} if texts else _stored(dataset, names))
     blocks = made.blocks([0])
     alone = blocks[0][1] if blocks else {}
     same = alone.keys() == first.keys() and all(

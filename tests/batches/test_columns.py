@@ -87,6 +87,16 @@ TAKEN: dict[str, tuple[Any, Any]] = {
     "features": (features(), default_data_collator),
     "doubles": (features("float64"), DefaultDataCollator()),
     "features of a task": (features("float16"), Collator(None)),  # type: ignore[arg-type]
+    "features in several parts": (
+        datasets.concatenate_datasets(
+            [features().select(range(4)), features().select(range(2, 9))]
+        ),
+        default_data_collator,
+    ),
+    "features of a selection of parts": (
+        datasets.concatenate_datasets([features(), features()]).select([*range(20, 3, -2), 1, 8]),
+        default_data_collator,
+    ),
     "features as tensors": (features().with_format("torch"), default_data_collator),
     "some columns": (
         features().with_format(None, columns=["features", "n"]),
@@ -178,3 +188,17 @@ def test_all_else_is_left_to_the_collator():
     ):
         rows = Rows(data, collate)
         assert rows.collate_blocks([0]) is not None and rows.collate_blocks([0, row]) is None
+
+
+def test_rows_that_are_read_where_they_lie_are_copies():
+    """A model that writes into its inputs does not write into the data set."""
+    rows = Rows(features(), default_data_collator)
+    blocks = rows.collate_blocks([3])
+    assert (
+        blocks is not None
+        and rows._columns is not None
+        and {"features", "n"} <= {*rows._columns.stored}
+    )
+    blocks[0][1]["features"].zero_()
+    again = rows.collate_blocks([3])
+    assert again is not None and again[0][1]["features"].abs().min() > 0
