@@ -67,15 +67,13 @@ def attack(what: str, members: np.ndarray, others: np.ndarray) -> Attack:
     m, n = len(members), len(others)
     ranks = rankdata(np.concatenate([members, others]))[:m]
     alarms = max(1, n // 100)
-    threshold = np.sort(others)[::-1][
-        min(alarms, n - 1)
-    ]  # which one more would pass by chance, too
+    threshold = np.sort(others)[::-1][min(alarms, n - 1)]
     return Attack(
         what=what,
         area=float((ranks.sum() - m * (m + 1) / 2) / (m * n)),
         error=math.sqrt((m + n + 1) / (12 * m * n)),
         found=float(np.mean(members > threshold)),
-        false_alarms=(alarms + 1) / (n + 1),
+        false_alarms=(alarms + 1) / (n + 1),  # one more row passes by chance, too
     )
 
 

@@ -218,7 +218,7 @@ def _one_run(scores: np.ndarray, asked: _Asked, report: PrivacyReport) -> dict[s
     curve = report.other_terms.get("epsilon_at_delta", {})
     # Else the curve is not all that these weights cost, or no claim.
     if curve and report.private and report.tuning == "none" and not report.earlier_runs:
-        delta, claim = min((float(delta), epsilon) for delta, epsilon in curve.items())
+        delta, claim = min((float(delta), float(epsilon)) for delta, epsilon in curve.items())
         sure = epsilon_of_guesses(right, count, number, delta, 1 - 1e-6)
         found |= {"delta": delta, "claim": claim, "sure": sure, "holds": sure <= claim}
         said += f"; at delta {delta:.3g} claim {claim:.4g}, at least {sure:.4g} (1 - 1e-6)"
