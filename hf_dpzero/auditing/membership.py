@@ -54,6 +54,7 @@ class Attack:
     """
 
     what: str
+    curve: np.ndarray
     area: float
     error: float
     found: float
@@ -66,10 +67,15 @@ def attack(what: str, members: np.ndarray, others: np.ndarray) -> Attack:
 
     m, n = len(members), len(others)
     ranks = rankdata(np.concatenate([members, others]))[:m]
+    thresholds = np.unique(np.concatenate([[np.inf], members, others]))[::-1]
+    shares = [
+        1 - np.searchsorted(np.sort(side), thresholds) / len(side) for side in (others, members)
+    ]
     alarms = max(1, n // 100)
     threshold = np.sort(others)[::-1][min(alarms, n - 1)]
     return Attack(
         what=what,
+        curve=np.array(shares),
         area=float((ranks.sum() - m * (m + 1) / 2) / (m * n)),
         error=math.sqrt((m + n + 1) / (12 * m * n)),
         found=float(np.mean(members > threshold)),

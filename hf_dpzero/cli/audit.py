@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hf_dpzero.auditing.bounds import epsilon_of_guesses
-from hf_dpzero.auditing.membership import attacks, guesses, largest_area, largest_share
+from hf_dpzero.auditing.membership import Attack, attacks, guesses, largest_area, largest_share
 from hf_dpzero.auditing.releases import CONFIDENCES, Audit, audits_of
 from hf_dpzero.checks.data import num_units
 from hf_dpzero.cli import options
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     from hf_dpzero.tasks import AnyTask
 
-JSON_FILE, PLOT_FILE, MEMBERSHIP_FILE = "audit.json", "audit.png", "membership.json"
+JSON_FILE, PLOT_FILE = "audit.json", "audit.png"
+MEMBERSHIP_FILE, CURVES_FILE = "membership.json", "membership.png"
 
 
 def run_audit(arguments: options.Audit) -> int:
@@ -162,9 +163,28 @@ def _ask_model(arguments: options.Audit, given: dict[str, Any], folder: Path) ->
     one_run = None if asked.coins is None else _one_run(before - after, asked, report)
     print("These are figures of private rows without noise: not for publication.")
     facts = {"model": str(trained), "epsilon": epsilon, "delta": delta, "others": asked.others}
-    facts |= {"attacks": [dataclasses.asdict(one) for one in found], "one_run": one_run}
+    told = [dataclasses.asdict(one) for one in found]
+    facts |= {"attacks": [{k: v for k, v in one.items() if k != "curve"} for one in told]}
+    facts |= {"one_run": one_run}
     write_for_owner(folder / MEMBERSHIP_FILE, json.dumps(encode(facts), indent=2) + "\n")
+    with optional_plot(CURVES_FILE):
+        _plot_curves(found, epsilon, delta, folder / CURVES_FILE)
     return int(one_run is not None and not one_run["holds"])
+
+
+def _plot_curves(found: Sequence[Attack], epsilon: float, delta: float, target: Path) -> None:
+    """Draws how many rows each attack finds at how many false alarms, for the owner's eyes."""
+    figure = new_figure(1)
+    axes, shares = figure.subplots(), np.linspace(0, 1, 1001)
+    for one in found:
+        axes.plot(*one.curve, label=f"{one.what}, area {one.area:.3f}")
+    permitted = largest_share(shares, epsilon, delta)
+    axes.plot(shares, permitted, "k--", lw=1, label=f"epsilon {epsilon:.4g} permits, on average")
+    axes.plot(shares, shares, color="lightgrey", zorder=0)
+    axes.set(xlabel="false alarms: share of other rows", ylabel="training rows found")
+    axes.legend(loc="lower right", fontsize="small")
+    write_for_owner(target, "")
+    figure.savefig(target, dpi=120)
 
 
 def _rows_of(recipe: Recipe, trained: Path, report: PrivacyReport) -> _Asked:

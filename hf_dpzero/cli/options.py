@@ -124,7 +124,7 @@ class Audit(Options):
     runs: int = _option("of one step, on each of the two data sets", 40_000)
     steps: int = _option("T, of the short run; of T steps there are runs / T runs", 8)
     output_dir: str | None = _option(
-        "for audit.json and audit.png, or membership.json; default the recipe's, or --model, and -audit"
+        "for audit.json or membership.json, and a figure; default the recipe's, or --model, and -audit"
     )
 
 

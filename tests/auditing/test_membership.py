@@ -14,6 +14,9 @@ def test_area_and_share_by_hand():
     """Of six pairs the member's score is larger in three, and equal in one."""
     found = attack("", np.array([3.0, 1.0]), np.array([2.0, 0.0, 3.0]))
     assert found.area == pytest.approx(3.5 / 6)
+    # at the scores inf, 3, 2, 1, 0
+    assert found.curve == pytest.approx(np.array([[0, 1, 2, 2, 3], [0, 1.5, 1.5, 3, 3]]) / 3)
+    assert np.trapezoid(found.curve[1], found.curve[0]) == pytest.approx(found.area)
     assert (found.found, found.false_alarms) == (0.5, 2 / 4)  # as many others above, and one more
     assert found.error == pytest.approx(math.sqrt(6 / (12 * 6)))
 

@@ -67,7 +67,8 @@ def members(folder: Path, recipe: dict[str, Any], **settings: Any) -> dict[str, 
     assert main.main(["train", str(file)]) == 0
     words = ["--model", str(out), "--output_dir", str(target)]
     assert main.main(["audit", str(file), *words]) == 0
-    assert (target / "membership.json").stat().st_mode & 0o777 == 0o600
+    for name in ("membership.json", "membership.png"):
+        assert (target / name).stat().st_mode & 0o777 == 0o600 and (target / name).stat().st_size
     return json.loads((target / "membership.json").read_text())
 
 
