@@ -17,11 +17,12 @@ from torch.nn.parameter import is_lazy
 
 from hf_dpzero.estimators.ghost_clipping import opacus_rules
 from hf_dpzero.ledger.digests import checksums, digest_tensors
-from hf_dpzero.objectives.losses import base_model
+from hf_dpzero.objectives.losses import base_model, is_compiled, single_pass
 from hf_dpzero.parallel.offload import accelerate_hooks
 from hf_dpzero.perturbation.trainable import PROMPT, check_dtype, check_storage, has_plain_storage
 
 if TYPE_CHECKING:
+    from hf_dpzero.run import Run
     from hf_dpzero.settings.config import DPZeroConfig
 
 
@@ -55,6 +56,22 @@ def check_trained(model: nn.Module) -> None:
         if parameter.requires_grad:
             check_dtype(name, parameter)
     check_storage(model)
+
+
+def check_not_compiled(run: Run) -> None:
+    """Refuses compiled models where gradients of single rows are taken by hooks.
+
+    Raises:
+      ValueError: the model is compiled, or `torch_compile` would do it.
+    """
+    args, objective = run.args, run.objective
+    compiled = args.torch_compile or is_compiled(run.model)
+    whole = args.clipping == "averaged" or run.units is not None
+    if compiled and not whole and objective is not None and single_pass(objective):
+        raise ValueError(
+            f"method={args.method!r} takes per-example gradients by hooks, which compiled code does "
+            "not call: turn torch_compile off, or use method='dpzero'."
+        )
 
 
 def check_layers(model: nn.Module) -> None:

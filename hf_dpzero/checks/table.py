@@ -70,6 +70,7 @@ CHECKS: tuple[Check, ...] = (
     Check("mixed precision", "objective", "always",
           precision.check_mixed_precision, ("args", "args.device.type")),
     Check("random generators", "objective", "private", data.check_draws, ("collator", "dataset")),
+    Check("compiled model", "objective", "private, first order", model.check_not_compiled),
     Check("precision of gradients", "objective", "private, first order",
           precision.check_precision, ("model", "args")),
     Check("attention that remembers", "objective", "private", model.check_widths, ("model",)),

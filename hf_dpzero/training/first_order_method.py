@@ -20,7 +20,6 @@ from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import (
     PerExampleLoss,
     batch_size,
-    is_compiled,
     num_examples,
     single_pass,
 )
@@ -47,7 +46,7 @@ class FirstOrderMethod:
       optimizer: None: the one that `optim` names.
 
     Raises:
-      ValueError: a compiled model, or a trainable layer without per-example gradients.
+      ValueError: a trainable layer without per-example gradients.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -80,11 +79,6 @@ class FirstOrderMethod:
             with isolated_randomness(), of_first_row("differentiated"):
                 by_row.weighted_sum([self.run.rows.collate_rows([0])], torch.ones_like)
             return by_row
-        if is_compiled(model):
-            raise ValueError(
-                f"method={args.method!r} takes per-example gradients by hooks, which compiled code does "
-                "not call: turn torch_compile off, or use method='dpzero'."
-            )
         gradients = per_example_gradients(
             model,
             objective,

@@ -212,8 +212,9 @@ def test_refusals(tmp_path, settings, message):
 def test_a_compiled_model_is_refused(tmp_path):
     model = tiny_model()
     model.compile(backend="eager")
-    with pytest.raises(ValueError, match="compiled code"):
-        build(tmp_path, model=model, method="dp-sgd", **FIRST).train()
+    for compiled, settings in ((model, {}), (tiny_model(), {"torch_compile": True})):
+        with pytest.raises(ValueError, match="compiled code"):
+            build(tmp_path, model=compiled, method="dp-sgd", **FIRST, **settings).train()
 
 
 @pytest.mark.false_alarm(2e-7)
