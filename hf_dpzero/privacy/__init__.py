@@ -12,6 +12,7 @@ out, and nothing of this package. Start at `plan.PrivacyPlan`, which holds a par
 | `group_losses/` | losses of groups, released for group-robust training |
 | `schedules` | how noise and clip change over a run |
 | `events`, `accounting`, `heterogeneous` | what a step is to an accountant; the epsilon of many |
+| `calibration` | how much noise a target epsilon needs |
 | `bracket` | what a second accountant, of other code, says to that |
 | `described` | what the parts of a plan share: names, JSON, checks of counts |
 | `counting` | how many rows are right: one count with noise, and its intervals |

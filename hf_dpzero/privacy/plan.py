@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_dpzero.privacy.accounting import (
-    calibrated_noise_multiplier,
     common_accountant,
     epsilon_of_group,
     epsilon_together,
     gaussian_mu,
     scheduled_parts,
 )
+from hf_dpzero.privacy.calibration import calibrated_noise_multiplier
 from hf_dpzero.privacy.correlated.correlation import (
     Correlation,
     check_correlated,

@@ -39,13 +39,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.privacy.accounting import (
-    calibrated_noise_multiplier,
-    epsilon_together,
-    grid_slack,
-    rdp_accountant,
-    smallest_argument,
-)
+from hf_dpzero.privacy.accounting import epsilon_together, grid_slack, rdp_accountant
+from hf_dpzero.privacy.calibration import calibrated_noise_multiplier, smallest_argument
 from hf_dpzero.privacy.discretization import DENSE_DELTA, dense_slack
 from hf_dpzero.privacy.events import Part, composed_event, library_relation
 from hf_dpzero.privacy.mechanisms.adaptive import AdaptiveClipping

@@ -16,13 +16,8 @@ from scipy import stats
 from step_specs import FIXED, FULL, LEMMA, TRUNCATED, spec
 
 from hf_dpzero.privacy import accounting
-from hf_dpzero.privacy.accounting import (
-    calibrated_noise_multiplier,
-    epsilon_after,
-    lemma_noise_multiplier,
-    rdp_accountant,
-    smallest_argument,
-)
+from hf_dpzero.privacy.accounting import epsilon_after, lemma_noise_multiplier, rdp_accountant
+from hf_dpzero.privacy.calibration import calibrated_noise_multiplier, smallest_argument
 from hf_dpzero.privacy.events import (
     StepSpec,
     accountant_used,

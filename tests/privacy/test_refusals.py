@@ -10,7 +10,8 @@ import pytest
 import torch
 from step_specs import FIXED, FULL, LEMMA, TRUNCATED, spec
 
-from hf_dpzero.privacy.accounting import calibrated_noise_multiplier, epsilon_after
+from hf_dpzero.privacy.accounting import epsilon_after
+from hf_dpzero.privacy.calibration import calibrated_noise_multiplier
 from hf_dpzero.privacy.correlated.correlation import Correlation
 from hf_dpzero.privacy.correlated.factorization import (
     MAX_DENSE_ROUNDS,
