@@ -25,16 +25,11 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.ledger.trajectory import LEDGER_NAME, SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.accounting import epsilon_together
 from hf_dpzero.privacy.noise import InsecureSeededNoise, SecureNoise, is_seeded
+from hf_dpzero.reporting.caveats import FEDERATED_CAVEATS, UNSEEN_CAVEAT
 from hf_dpzero.reporting.hub import write_page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.reporting.wording import (
-    FEDERATED_CAVEATS,
-    UNSEEN_CAVEAT,
-    delta_words,
-    number,
-    round_up,
-)
+from hf_dpzero.reporting.wording import delta_words, number, round_up
 from hf_dpzero.values import encode
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ Start at `privacy_report.PrivacyReport`, then `hub.build_hub_folder`.
 | file | what it answers |
 |---|---|
 | `privacy_report`, `plan_facts` | what a report holds; its numbers that follow from the plan alone |
-| `wording` | what is guaranteed, why not, and what is not covered, in sentences |
+| `wording`, `caveats` | what is guaranteed, and why not; what is not covered: in sentences |
 | `verification`, `weights` | whether report, trajectory and weights belong together |
 | `evidence` | what a stranger can check of a published folder, and what nobody can |
 | `provenance` | what was spent before on the base model and on the choice of settings |

@@ -22,19 +22,17 @@ from typing import TYPE_CHECKING, Any
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.privacy.selection import WORDS, check_tuning, total_epsilon
 from hf_dpzero.privacy.words import LABELS
+from hf_dpzero.reporting.caveats import GRADES, WEAK, caveats
 from hf_dpzero.reporting.plan_facts import noise_name, other_terms, parts_of, plan_facts
 from hf_dpzero.reporting.wording import (
     BASE_WEIGHTS,
     BLOCK,
     DEPLOYMENTS,
     EXAMPLE,
-    GRADES,
     NOT_COMPARED,
-    WEAK,
     Tuning,
     base_words,
     budget_words,
-    caveats,
     delta_words,
     needs_secret_batches,
     number,

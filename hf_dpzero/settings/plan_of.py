@@ -13,8 +13,8 @@ from hf_dpzero.privacy.mechanisms import MECHANISMS, mechanism_from_dict
 from hf_dpzero.privacy.mechanisms.base import DenseNoise, Relation
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import Sampler, sampler_from_dict
+from hf_dpzero.reporting.caveats import weak_claims
 from hf_dpzero.reporting.provenance import earlier_plans
-from hf_dpzero.reporting.wording import weak_claims
 from hf_dpzero.settings.defaults import CLASSIC
 from hf_dpzero.settings.schedules import check_steps, factors_of, noise_schedule_of
 from hf_dpzero.settings.setting import settings_of

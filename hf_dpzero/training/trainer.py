@@ -32,9 +32,9 @@ from hf_dpzero.parallel.offload import settle_offloaded
 from hf_dpzero.perturbation.trainable import num_trainable
 from hf_dpzero.privacy.noise import InsecureSeededNoise, NoiseSource, SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.reporting.caveats import base_caveats
 from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.provenance import base_origins, earlier_runs, header_entries
-from hf_dpzero.reporting.wording import base_caveats
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import are_fresh, check_frozen, mark_as_trained
 from hf_dpzero.run_folder.folder import (

@@ -22,10 +22,11 @@ from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FixedSizeSampler, FullBatchSampler, PoissonSampler
 from hf_dpzero.privacy.schedules import Exponential
+from hf_dpzero.reporting.caveats import GRADES
 from hf_dpzero.reporting.evidence import report_holds
 from hf_dpzero.reporting.page import report_page
 from hf_dpzero.reporting.privacy_report import PrivacyReport
-from hf_dpzero.reporting.wording import GRADES, round_up
+from hf_dpzero.reporting.wording import round_up
 
 N, B, STEPS, SIGMA = 1024, 64.0, 40, 2.0
 DELTAS = [f"1e-{digits}" for digits in range(3, 13)]

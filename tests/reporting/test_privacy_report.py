@@ -21,13 +21,14 @@ from hf_dpzero.privacy.mechanisms import DPSGD, NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.noise import InsecureSeededNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import FullBatchSampler, PoissonSampler
+from hf_dpzero.reporting.caveats import weak_claims
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.model_card import model_card
 from hf_dpzero.reporting.plan_facts import BudgetMeter
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import Origin, base_names, earlier_runs
 from hf_dpzero.reporting.verification import bound_to
-from hf_dpzero.reporting.wording import round_up, weak_claims
+from hf_dpzero.reporting.wording import round_up
 
 KEYS = """
     target_epsilon target_delta epsilon planned_epsilon delta accountant neighboring_relation
