@@ -115,6 +115,7 @@ REFUSED: dict[str, tuple[Made, str]] = {
         "statistics of its batch",
     ),
     "random generators": (run_of(collator=Drawing()), "generator of its own"),
+    "compiled model": (run_of(method="dp-sgd", torch_compile=True), "compiled code does not call"),
     "precision of gradients": (
         run_of(lambda: tiny_model().bfloat16(), method="dp-sgd", microbatch_size=4),
         "microbatch_size=4",
