@@ -67,7 +67,7 @@ def check_not_compiled(run: Run) -> None:
     args, objective = run.args, run.objective
     compiled = args.torch_compile or is_compiled(run.model)
     whole = args.clipping == "averaged" or run.units is not None
-    if compiled and not whole and objective is not None and single_pass(objective):
+    if compiled and not whole and (objective is None or single_pass(objective)):
         raise ValueError(
             f"method={args.method!r} takes per-example gradients by hooks, which compiled code does "
             "not call: turn torch_compile off, or use method='dpzero'."
