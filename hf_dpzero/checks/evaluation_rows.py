@@ -28,6 +28,7 @@ from transformers.utils import logging
 from hf_dpzero.checks.data import LABEL_COLUMNS
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.run import Dataset
+from hf_dpzero.settings.row_groups import column_values
 
 logger = logging.get_logger(__name__)
 
@@ -63,11 +64,17 @@ class PrivateRows:
       dataset: the training set, or other private rows, or None.
       refusal: what is said of evaluation data that holds some of them.
       named: what they are called where a few are tolerated; None tolerates none.
+      unit_column: rows with the same value of it are one unit, of which no row is public either.
     """
 
     def __init__(
-        self, dataset: object, refusal: str = _REFUSAL, named: str | None = "train_dataset"
+        self,
+        dataset: object,
+        refusal: str = _REFUSAL,
+        named: str | None = "train_dataset",
+        unit_column: str | None = None,
     ) -> None:
+        self.rows, self.unit_column = dataset, unit_column
         self.dataset, self.refusal, self.named = _by_number(dataset), refusal, named
         self._digests: dict[Columns, np.ndarray] = {}
         # objects are kept, not their ids: a later one could have the same
@@ -97,6 +104,8 @@ class PrivateRows:
         count = None if rows is None else len(rows)
         if any(evaluation is seen and count == then for seen, then in self._passed):
             return
+        if self.unit_column is not None:
+            self._refuse_units(evaluation, self.unit_column)
         # what rows draw when they are read must not move the generators that training draws from
         with isolated_randomness():
             if rows is None:
@@ -114,6 +123,17 @@ class PrivateRows:
                 "remove them."
             )
         self._passed.append((evaluation, count))
+
+    def _refuse_units(self, evaluation: object, column: str) -> None:
+        """Refuses rows of a unit that is trained on, where both have the column."""
+        sides = [column_values(rows, column) or [] for rows in (self.rows, evaluation)]
+        trained, evaluated = ({*values} - {None} for values in sides)
+        if not trained.isdisjoint(evaluated):
+            raise ValueError(
+                f"the evaluation data has rows of units that are trained on (unit_column={column!r}): "
+                "metrics of them are published without noise. Split by unit, or evaluate these rows "
+                "privately (evaluate_privately, trained_on=True)."
+            )
 
     def unlike(self, evaluation: Dataset, numbers: Sequence[int]) -> list[int]:
         """Returns those of some rows' numbers whose content, or long column, is no private row's.

@@ -232,6 +232,12 @@ def _evaluate_privately(
     with contextlib.suppress(OSError, ValueError):
         report = report_of(model)
         step = report.steps if report.shipped_step is None else report.shipped_step
+    named = arguments.private_file or recipe.training.budget_file
+    if report is not None and report.budget and not named:
+        raise ValueError(
+            f"{model} was paid for by a budget file, and its held-out rows are of the same data: name "
+            "the file (--budget_file), so that all releases are added up."
+        )
     trainer = evaluator(recipe, task, base, "private")
     rows, trainer.eval_dataset, trainer.args.output_dir = trainer.eval_dataset, None, str(folder)
     made = trainer.evaluate_privately(

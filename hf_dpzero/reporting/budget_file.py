@@ -148,8 +148,9 @@ class BudgetFile:
         if ours != theirs:
             raise ValueError(
                 f"budget_file={str(self.path)!r} is for {ours}, and {charge.name} for {theirs}: their "
-                "epsilons do not compose. Use the file's, or make a file for this one (both then spend "
-                "on the same rows, and nothing adds them up)."
+                "epsilons do not compose. Use the file's, or make one for this (what both spend on the "
+                "same rows nothing adds up): `hf-dpzero budget FILE --epsilon EPSILON --delta "
+                f"{number(ceiling.delta)} --privacy_unit {charge.privacy_unit!r}`."
             )
         total = epsilon_of((*self.charges, charge), ceiling.delta)
         if total > ceiling.epsilon:

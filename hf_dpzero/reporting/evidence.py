@@ -183,7 +183,16 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
         raise NotChecked(f"there is no {CARD_FILE}")
     card = ModelCard((folder / CARD_FILE).read_text(encoding="utf-8"))
     made = evaluations_in(folder)
-    stated, wanted = _claims(card.text), _claims(model_card(report, evaluations=made).text)
+
+    def claims(count: int) -> set[str]:
+        return _claims(model_card(report, evaluations=made[:count]).text)
+
+    stated, wanted = _claims(card.text), claims(len(made))
+    if any(stated == claims(count) for count in range(len(made))):
+        raise ValueError(
+            f"{CARD_FILE} was written before the last of the {len(made)} private evaluations on record. "
+            "`hf-dpzero push` writes it again; so does `hf_dpzero.reporting.hub.write_model_card`."
+        )
     for other, words in ((wanted - stated, "does not say"), (stated - wanted, "says")):
         if other:
             raise ValueError(

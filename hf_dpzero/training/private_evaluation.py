@@ -94,6 +94,11 @@ def evaluate_privately(
         privacy_unit=self.args.privacy_unit,
         epsilon=float(epsilon),
     )
+    if budget_file is None and any(one.budget_entry for one in earlier):
+        raise ValueError(
+            "a budget file paid for an earlier evaluation of this model, and none is named now: give "
+            "budget_file (--budget_file), so that all releases are added up."
+        )
     if budget_file is not None:
         if is_seeded(noise.stated_name):
             raise ValueError(

@@ -169,7 +169,8 @@ class PublishingTrainer(Trainer):
         protects = self.train_dataset is not None and not self.args.not_private
         if protects and all(rows.dataset is not self.train_dataset for rows in known):
             known = known if self.trajectory else ()  # what was trained on stays private
-            self._private_rows = known = [*known, PrivateRows(self.train_dataset)]
+            private = PrivateRows(self.train_dataset, unit_column=self.args.unit_column)
+            self._private_rows = known = [*known, private]
         for rows in (*(known if protects else ()), *self._evaluated_privately):
             rows.refuse(dataset)
 

@@ -239,7 +239,7 @@ def test_the_card_states_the_private_evaluations_on_record(published, base, tmp_
     )  # fmt: skip
     append_evaluation(folder, made)
     status, found = verified(capsys, folder, "--base", base)
-    assert status == 1 and "does not say" in found["card"][1]
+    assert status == 1 and "before the last of the 1 private evaluations" in found["card"][1]
     write_model_card(folder)
     status, found = verified(capsys, folder, "--base", base)
     assert status == 0 and "its 1 private evaluations are on record" in found["card"][1]

@@ -129,6 +129,17 @@ def test_a_run_that_extends_another_holds_the_same_rows_out(trained, tmp_path, c
     assert "held no rows out" in capsys.readouterr().err
 
 
+def test_what_a_budget_file_paid_for_is_not_evaluated_without_it(trained, tmp_path, capsys):
+    folder, file = tmp_path / "paid", str(tmp_path / "paid.budget")
+    assert main.main(["budget", file, "--epsilon", "9", "--delta", "1e-3"]) == 0
+    words = [str(trained / "r.yaml"), "--budget_file", file]
+    assert main.main(["train", *words, "--output_dir", str(folder)]) == 0
+    model = ["--model_name_or_path", str(folder), "--epsilon", "0.5"]
+    assert main.main(["evaluate", str(trained / "r.yaml"), *model]) == 2
+    assert "name the file (--budget_file)" in " ".join(capsys.readouterr().err.split())
+    assert main.main(["evaluate", *words, *model]) == 0
+
+
 def test_rows_that_a_run_trained_on_are_never_held_out_afterwards(trained, tmp_path, capsys):
     """Another share is refused before it is written down; a run on all rows leaves none to evaluate."""
     folder = tmp_path / "again"

@@ -374,6 +374,8 @@ def test_training_and_evaluation_share_a_file(tmp_path):
     other = build(tmp_path / "other", **SECRET, **scored)  # names the file itself
     older = path.read_bytes()
     other.evaluate_privately(tiny_data(5, seed=8), 0.25, budget_file=str(path))
+    with pytest.raises(ValueError, match="paid for an earlier evaluation.*none is named now"):
+        other.evaluate_privately(tiny_data(5, seed=8), 0.25)
     paid = path.read_bytes()
     path.write_bytes(older)
     with pytest.raises(LedgerError, match="no entry of an earlier evaluation of evaluation rows"):

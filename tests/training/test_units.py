@@ -113,6 +113,18 @@ def test_the_report_speaks_of_people(tmp_path):
     assert header["privacy_unit"] == "who with all its rows"
 
 
+def test_rows_of_a_person_who_is_trained_on_are_no_public_rows(tmp_path):
+    others = tiny_data(20, seed=5).add_column("who", [f"q{i}" for i in range(20)])
+    build(
+        tmp_path / "a", data=people(), trainer_settings={"eval_dataset": others}, **PERSON
+    ).train()
+    shared = tiny_data(20, seed=5).add_column("who", ["p3", *[f"q{i}" for i in range(19)]])
+    with pytest.raises(ValueError, match="rows of units that are trained on.*unit_column='who'"):
+        build(
+            tmp_path / "b", data=people(), trainer_settings={"eval_dataset": shared}, **PERSON
+        ).train()
+
+
 def test_a_run_by_unit_goes_on_where_it_stopped(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, **PERSON}
     whole = build(tmp_path / "whole", data=people(), **settings)
