@@ -85,7 +85,6 @@ class Run:
       around: evaluates an objective on the run's device, in its precision.
       cut_model: splits the model over the processes, where FSDP2 was asked for.
       check_evaluation_rows: refuses evaluation data with private rows in it.
-      unlike_private: of its rows' numbers those that are no private row's.
       readers: the trainer and its callbacks, which may read the weights between two steps.
       decayed: names of parameters that weight decay is for.
       collator: as the user gave it.
@@ -121,7 +120,6 @@ class Run:
     around: Callable[[PerExampleLoss, nn.Module, Inputs], Tensor]
     cut_model: Callable[[], None]
     check_evaluation_rows: Callable[[], None]
-    unlike_private: Callable[[Dataset, Sequence[int]], list[int]]
     readers: Callable[[], Sequence[object]]
     decayed: Callable[[], list[str]]
     collator: Callable[[list[Any]], Mapping[str, Any]]

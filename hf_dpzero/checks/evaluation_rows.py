@@ -135,19 +135,6 @@ class PrivateRows:
                 "privately (evaluate_privately, trained_on=True)."
             )
 
-    def unlike(self, evaluation: Dataset, numbers: Sequence[int]) -> list[int]:
-        """Returns those of some rows' numbers whose content, or long column, is no private row's.
-
-        Here nothing is tolerated: what is made of these rows may be published without noise.
-        """
-        alike = np.zeros(len(numbers), bool)
-        if self.dataset is None:
-            return list(numbers)
-        for columns, _ in _comparable(self.dataset, evaluation):
-            private = self._private(self.dataset, columns)
-            alike |= np.isin(_digests(evaluation, columns, numbers), private)
-        return [number for number, same in zip(numbers, alike.tolist(), strict=True) if not same]
-
     def _private(self, dataset: Dataset, columns: Columns) -> np.ndarray:
         if columns not in self._digests:
             self._digests[columns] = _digests(dataset, columns)

@@ -56,17 +56,14 @@ def public_microbatches(
 ) -> list[Mapping[str, Tensor]]:
     """A few rows of eval_dataset, or random ones, in passes of the run; those with most rows first.
 
-    Where what is made of them is `published`, none that is a private row too.
+    Which ones follows from eval_dataset alone, also where one is a private row too: what is made of
+    them may be `published`, and leaving one out would tell that it is trained on.
     """
     if run.evaluation is None:
         rows = Rows(_random(run, most, published), default_collate)
     else:
         rows = run.rows_of(run.evaluation)
     chosen = list(range(min(most, len(rows.dataset))))
-    if published and run.evaluation is not None:
-        chosen = run.unlike_private(run.evaluation, range(min(4 * most, len(run.evaluation))))[
-            :most
-        ]
     if run.shapes is None:
         size = run.args.physical_batch_size
         return [rows.collate_rows(chosen[i : i + size]) for i in chosen[::size]]

@@ -17,6 +17,7 @@ import torch
 from hf_dpzero.cli.options import Budget, Clean, Push, Replay, Verify
 from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
+from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.reporting import budget_file, hub
 from hf_dpzero.reporting.evidence import UNCHECKED, NotChecked, findings, page
@@ -160,7 +161,7 @@ def _weights_hold(
     """
     hub.check_files(folder)
     check_weights(report, folder)
-    if not trajectory.header["replayable"]:
+    if not PrivacyPlan.from_dict(trajectory.header["plan"]).mechanism.replayable:
         return "their digest is the report's; the log of this method cannot rebuild them"
     source, overrides = _base_of(folder, trajectory, base)
     try:

@@ -174,13 +174,6 @@ class PublishingTrainer(Trainer):
         for rows in (*(known if protects else ()), *self._evaluated_privately):
             rows.refuse(dataset)
 
-    def unlike_private(self, dataset: Any, numbers: Sequence[int]) -> list[int]:
-        """Returns those of some rows' numbers that are no private row (a run that is not has none)."""
-        left = list(numbers)
-        for rows in (*self._private_rows, *self._evaluated_privately):
-            left = rows.unlike(dataset, left)
-        return left
-
     evaluate_privately = evaluate_privately
 
     def rows_of(self, dataset: Any) -> Rows:

@@ -239,7 +239,6 @@ class DPZeroMixin(PublishingTrainer):
             around=self._on_device,
             cut_model=self.shard_,
             check_evaluation_rows=lambda: self.refuse_private(self.eval_dataset),
-            unlike_private=self.unlike_private,
             readers=lambda: [self, *self.callback_handler.callbacks],
             decayed=lambda: self.get_decay_parameter_names(self.model),
             objective=self.per_example_loss or overrides.loss_by_row(self),

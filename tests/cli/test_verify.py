@@ -124,6 +124,14 @@ def more_noise_than_was(folder: Path) -> None:
     write_model_card(folder)
 
 
+def said_not_replayable(folder: Path) -> None:
+    """Other weights under their own digest, in a log which says that it cannot rebuild them."""
+    log = Trajectory.load(folder / LOG)
+    log.header["replayable"] = False
+    log.to_safetensors(folder / LOG)
+    weights_and_report(folder)
+
+
 def an_index(folder: Path) -> None:
     """Loading by it takes tensors that no digest covers."""
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
@@ -140,6 +148,7 @@ def line_of(folder: Path, old: str, new: str, name: str = CARD) -> None:
 CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "weights": (weights_of, "weights", "changed or replaced after the run saved them"),
     "weights and report": (weights_and_report, "weights", "not what the trajectory gives"),
+    "not replayable": (said_not_replayable, "weights", "cannot rebuild the weights"),
     "index": (an_index, "weights", "names 'other.safetensors'"),
     "epsilon": (lambda f: report_of(f, epsilon=0.1), "report", "epsilon: 0.1 / "),
     "n": (lambda f: report_of(f, num_examples=9999), "report", "num_examples: 9999 / 120"),
