@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 
-import datasets
 import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
@@ -60,18 +59,6 @@ def test_what_is_given_stays_and_other_methods_keep_the_classic_values(tmp_path)
 def nothing_public(monkeypatch):
     """No public row tells the loss' landscape: the rate is the plan's."""
     monkeypatch.setattr(zeroth_order_method, "public_microbatches", lambda *_, **__: [])
-
-
-def test_which_public_rows_choose_the_rate_does_not_tell_what_is_trained_on(tmp_path):
-    """Of two neighbours, one of which trains on a public row too."""
-    public, rates = tiny_data(40, seed=5), []
-    for name, last in (("a", tiny_data(1, seed=6)), ("b", public.select([0]))):
-        rows = datasets.concatenate_datasets([tiny_data(), last])
-        given = {"trainer_settings": {"eval_dataset": public}, "learning_rate": None}
-        trainer = build(tmp_path / name, data=rows, clip=5.0, noise_multiplier=24.0, **given)
-        trainer.train()
-        rates.append(trainer.trajectory.get(0).learning_rate)
-    assert rates[0] == rates[1]
 
 
 def test_with_a_clip_only_the_rate_is_chosen(tmp_path, nothing_public):
