@@ -47,6 +47,7 @@ class Attack:
 
     Attributes:
       what: the score, in words.
+      curve: FPR and TPR at every threshold, ascending, float [2, <= m + n + 1].
       area: under the curve of TPR over FPR; 0.5 is a guess.
       error: one standard deviation of it if the score tells nothing.
       found: TPR above the score of the others' highest hundredth (of one at least).

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers.utils import logging
 
-from hf_dpzero.checks.data import LABEL_COLUMNS
+from hf_dpzero.checks.data import LABEL_COLUMNS, unit_values
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.run import Dataset
 from hf_dpzero.settings.row_groups import column_values
@@ -64,7 +64,7 @@ class PrivateRows:
       dataset: the training set, or other private rows, or None.
       refusal: what is said of evaluation data that holds some of them.
       named: what they are called where a few are tolerated; None tolerates none.
-      unit_column: rows with the same value of it are one unit, of which no row is public either.
+      unit_column: no row of a unit is public either, where the evaluation data has the column too.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class PrivateRows:
         named: str | None = "train_dataset",
         unit_column: str | None = None,
     ) -> None:
-        self.rows, self.unit_column = dataset, unit_column
         self.dataset, self.refusal, self.named = _by_number(dataset), refusal, named
+        self.unit_column = unit_column
         self._digests: dict[Columns, np.ndarray] = {}
         # objects are kept, not their ids: a later one could have the same
         self._passed: deque[tuple[object, int | None]] = deque(maxlen=16)
@@ -104,8 +104,6 @@ class PrivateRows:
         count = None if rows is None else len(rows)
         if any(evaluation is seen and count == then for seen, then in self._passed):
             return
-        if self.unit_column is not None:
-            self._refuse_units(evaluation, self.unit_column)
         # what rows draw when they are read must not move the generators that training draws from
         with isolated_randomness():
             if rows is None:
@@ -115,6 +113,9 @@ class PrivateRows:
                         "once, so it cannot be compared with train_dataset: pass a list or a data set."
                     )
                 rows = list(itertools.islice(evaluation, STREAMED))
+            column = self.unit_column
+            if column is not None and column_values(evaluation, column) is not None:
+                refuse_units(self.dataset, evaluation, column, _REFUSAL, "the evaluation data")
             share = self._share(rows, self.dataset)
         if share > 0:
             logger.warning_once(  # of one data set: texts are compared, and then their tokens
@@ -123,17 +124,6 @@ class PrivateRows:
                 "remove them."
             )
         self._passed.append((evaluation, count))
-
-    def _refuse_units(self, evaluation: object, column: str) -> None:
-        """Refuses rows of a unit that is trained on, where both have the column."""
-        sides = [column_values(rows, column) or [] for rows in (self.rows, evaluation)]
-        trained, evaluated = ({*values} - {None} for values in sides)
-        if not trained.isdisjoint(evaluated):
-            raise ValueError(
-                f"the evaluation data has rows of units that are trained on (unit_column={column!r}): "
-                "metrics of them are published without noise. Split by unit, or evaluate these rows "
-                "privately (evaluate_privately, trained_on=True)."
-            )
 
     def _private(self, dataset: Dataset, columns: Columns) -> np.ndarray:
         if columns not in self._digests:
@@ -170,6 +160,25 @@ class PrivateRows:
         return share
 
 
+def refuse_units(
+    train: object, other: object, column: str, refusal: str, name: str = "the private rows"
+) -> None:
+    """Refuses rows of units that have training rows too.
+
+    Raises:
+      ValueError: there is one, or nobody can tell: the column is missing, or other types in each.
+    """
+    found = {*unit_values(other, column, name)}
+    trained = {*unit_values(train, column, "the training rows")}
+    if {type(unit) for unit in trained} != {type(unit) for unit in found}:
+        raise ValueError(
+            f"unit_column={column!r} holds other types in the training rows than in {name} "
+            "(1001 and '1001' are two units): write both alike."
+        )
+    if not trained.isdisjoint(found):
+        raise ValueError(f"unit_column={column!r}: of some unit {refusal}")
+
+
 def _by_number(dataset: object) -> Dataset | None:
     """The data set, if its rows have numbers; None for what has not, such as streams."""
     if isinstance(dataset, (datasets.IterableDataset, IterableDataset)):
@@ -200,16 +209,11 @@ def _comparable(one: Dataset, other: Dataset) -> list[tuple[Columns, float]]:
     return [(sequences, 0.0), *[((name,), 0.5) for name in long]] if sequences else []
 
 
-def _digests(
-    dataset: Dataset, columns: Columns, numbers: Sequence[int] | None = None
-) -> np.ndarray:
-    """A 64-bit digest of `columns` of each row, or of those of some numbers, uint64 `[N]`."""
-    digests, rows = [], range(len(dataset)) if numbers is None else numbers
-    if (
-        numbers is None
-        and not isinstance(dataset, (datasets.Dataset, Sequence))
-        and len(rows) > READ
-    ):
+def _digests(dataset: Dataset, columns: Columns) -> np.ndarray:
+    """A 64-bit digest of `columns` of each row, uint64 `[N]`."""
+    digests = []
+    rows: Sequence[int] = range(len(dataset))
+    if not isinstance(dataset, (datasets.Dataset, Sequence)) and len(rows) > READ:
         # spread, because the first rows may all be of one source
         rows = np.linspace(0, len(rows) - 1, READ).astype(np.int64).tolist()
     for row in _read(dataset, rows, columns):

@@ -164,8 +164,9 @@ def _ask_model(arguments: options.Audit, given: dict[str, Any], folder: Path) ->
     print("These are figures of private rows without noise: not for publication.")
     facts = {"model": str(trained), "epsilon": epsilon, "delta": delta, "others": asked.others}
     told = [dataclasses.asdict(one) for one in found]
-    facts |= {"attacks": [{k: v for k, v in one.items() if k != "curve"} for one in told]}
-    facts |= {"one_run": one_run}
+    for entry in told:
+        del entry["curve"]
+    facts |= {"attacks": told, "one_run": one_run}
     write_for_owner(folder / MEMBERSHIP_FILE, json.dumps(encode(facts), indent=2) + "\n")
     with optional_plot(CURVES_FILE):
         _plot_curves(found, epsilon, delta, folder / CURVES_FILE)

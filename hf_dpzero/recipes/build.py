@@ -139,18 +139,18 @@ def refuse_training_texts(
     Raises:
       ValueError: see `checks.evaluation_rows.PrivateRows`.
     """
-    from hf_dpzero.checks.evaluation_rows import PrivateRows
-    from hf_dpzero.training.private_evaluation import PUBLIC, TRAINED_ON, refuse_units
+    from hf_dpzero.checks.evaluation_rows import PrivateRows, refuse_units
+    from hf_dpzero.training.private_evaluation import PUBLIC, TRAINED_ON
 
     # The trainer compares tokens or features, which say less: two texts may be cut to the same tokens,
     # and features of one text differ in the last bit.
     train, private = train or task.splits["train"], task.splits.get("private")
-    for rows in (PrivateRows(train), PrivateRows(private, PUBLIC, None)):
+    for rows in (PrivateRows(train, unit_column=unit_column), PrivateRows(private, PUBLIC, None)):
         rows.refuse(task.splits.get("validation"))
     if not trained_on:
         PrivateRows(train, TRAINED_ON, None).refuse(private)
         if unit_column is not None and private is not None:
-            refuse_units(train, private, unit_column)
+            refuse_units(train, private, unit_column, TRAINED_ON)
 
 
 def digest_of_public_texts(file: str | None, data: DataArguments, task: AnyTask) -> str | None:

@@ -188,7 +188,7 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
         return _claims(model_card(report, evaluations=made[:count]).text)
 
     stated, wanted = _claims(card.text), claims(len(made))
-    if any(stated == claims(count) for count in range(len(made))):
+    if stated != wanted and any(stated == claims(count) for count in range(len(made))):
         raise ValueError(
             f"{CARD_FILE} was written before the last of the {len(made)} private evaluations on record. "
             "`hf-dpzero push` writes it again; so does `hf_dpzero.reporting.hub.write_model_card`."

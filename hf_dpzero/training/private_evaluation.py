@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import nested_numpify
 
 from hf_dpzero.batches.units import Units
 from hf_dpzero.checks.data import check_draws, unit_values
-from hf_dpzero.checks.evaluation_rows import PrivateRows
+from hf_dpzero.checks.evaluation_rows import PrivateRows, refuse_units
 from hf_dpzero.checks.model import check_kernels_are_fixed, check_layers, check_widths
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.losses import evaluation_mode
@@ -175,7 +175,7 @@ def _checked(trainer: PublishingTrainer, dataset: Any, trained_on: bool) -> Any:
     for private in () if trained_on else known:
         PrivateRows(private, TRAINED_ON, None).refuse(made)
         if not (column is None or private is None):
-            refuse_units(private, dataset, column)
+            refuse_units(private, dataset, column, TRAINED_ON)
     check_layers(trainer.model)
     check_widths(trainer.model)
     check_kernels_are_fixed(trainer.args.device.type)
@@ -191,23 +191,6 @@ def _one_of_each_unit(dataset: Any, made: Any, column: str | None) -> Any:
     # By the unit's number, which one unit more may change: so the key is secret, and of this draw.
     drawn, _ = units.drawn(range(len(units)), 0, secrets.token_bytes(32))
     return made.select(drawn) if hasattr(made, "select") else Subset(made, drawn.tolist())
-
-
-def refuse_units(train: Any, private: Any, column: str) -> None:
-    """Refuses rows of units that have training rows too, which `trained_on` would say.
-
-    Raises:
-      ValueError: there is one, or nobody can tell: the column is missing, or other types in each.
-    """
-    evaluated = {*unit_values(private, column, "the private rows")}
-    trained = {*unit_values(train, column, "the training rows")}
-    if {type(unit) for unit in trained} != {type(unit) for unit in evaluated}:
-        raise ValueError(
-            f"unit_column={column!r} holds other types in the training rows than in the private ones "
-            "(1001 and '1001' are two units): write both alike, or pass trained_on=True (--trained_on)."
-        )
-    if not trained.isdisjoint(evaluated):
-        raise ValueError(f"unit_column={column!r}: of some unit {TRAINED_ON}")
 
 
 def _scores(trainer: PublishingTrainer, dataset: Any) -> Iterator[Mapping[str, Any]]:
