@@ -20,7 +20,7 @@ from hf_dpzero.ledger.trajectory import SHIPPING_NAME, Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.reporting import budget_file, hub
-from hf_dpzero.reporting.evidence import UNCHECKED, NotChecked, findings, page
+from hf_dpzero.reporting.evidence import NotChecked, findings, page, unchecked
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import resolve_path
 from hf_dpzero.reporting.public import RECIPE_FILE
@@ -120,10 +120,10 @@ def run_verify(arguments: Verify) -> int:
     fails = any(finding.holds is False for finding in found)
     if arguments.json:
         known = {"folder": arguments.folder, "holds": not fails}
-        lists = {"findings": [asdict(f) for f in found], "cannot_be_checked": UNCHECKED}
+        lists = {"findings": [asdict(f) for f in found], "cannot_be_checked": unchecked(folder)}
         print(json.dumps({**known, **lists}, indent=2))
     else:
-        print(page(arguments.folder, found))
+        print(page(arguments.folder, found, unchecked(folder)))
     if (file := arguments.registry_entry) is not None:
         if fails:
             print(f"{file} was not written: a claim does not hold.", file=sys.stderr)

@@ -23,6 +23,7 @@ from hf_dpzero.recipes.recipe import (
     read_recipe,
     unused_settings,
 )
+from hf_dpzero.reporting.hub import CARD_FILE, write_model_card
 from hf_dpzero.reporting.model_card import PLOT_FILE, optional_plot, plot_run
 from hf_dpzero.reporting.privacy_report import REPORT_FILE
 from hf_dpzero.reporting.provenance import Origin, trained_as
@@ -247,6 +248,8 @@ def _evaluate_privately(
         trained_on=arguments.trained_on,
         step=step,
     )
+    if report is not None and folder.samefile(model) and (folder / CARD_FILE).is_file():
+        write_model_card(folder)
     spent, said = together(report, evaluations_in(folder)), ""
     if (file := trainer.args.budget_file) is not None:
         said = f"\n  {'budget':<12}{str(read(file)).splitlines()[0]}"

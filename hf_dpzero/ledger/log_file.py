@@ -23,6 +23,23 @@ class LedgerWriteError(LedgerError, OSError):
     """A ledger that could not be written: the disk is full, read-only or gone."""
 
 
+def parsed(text: str | bytes) -> Any:
+    """Reads JSON in which no object names a key twice: readers would see one value, programs the other.
+
+    Raises:
+      ValueError: it does, or the text is no JSON.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"{max(names, key=names.count)!r} stands there twice")
+        return values
+
+    return json.loads(text, object_pairs_hook=once)
+
+
 @contextlib.contextmanager
 def _draft(path: Path, content: bytes, mode: int = 0o644) -> Iterator[Path]:
     """A durable file beside `path`, which the caller gives that name; nothing else is left of it."""
@@ -188,4 +205,4 @@ def split_header(raw: bytes, path: str | os.PathLike) -> tuple[dict[str, Any], b
             f"{path}: its header is cut short or does not match its checksum; not a ledger, or "
             "corrupt: restore the file from a copy."
         )
-    return dict(json.loads(text)), body
+    return dict(parsed(text)), body

@@ -36,6 +36,7 @@ from hf_dpzero.ledger.log_file import (
     header_lines,
     locked,
     never_written,
+    parsed,
     split_header,
 )
 
@@ -394,7 +395,7 @@ class Trajectory:
             *(tensors[n].tolist() for n in ("steps", "values", "learning_rates")), strict=True
         )
         releases = [Release(step, tuple(values), rate) for step, values, rate in rows]
-        header = json.loads(metadata["header"])
+        header = parsed(metadata["header"])
         # the ledger's header has neither, nor its digest
         shipped, average = header.pop("shipped_step", None), header.pop("average_last", 1)
         trajectory = cls(header, releases)

@@ -7,6 +7,7 @@ folder has nothing to check. Rebuilding the weights needs a model, and is the ca
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from hf_dpzero.privacy.bracket import epsilon_bracket
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.privacy.selection import WORDS
-from hf_dpzero.reporting.hub import CARD_FILE
-from hf_dpzero.reporting.page import PAGE_FILE, report_page
+from hf_dpzero.reporting.hub import CARD_FILE, card_of, page_of
+from hf_dpzero.reporting.page import PAGE_FILE, without_curves
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.private_evaluations import evaluations_in
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
+from hf_dpzero.reporting.weights import weight_files
 from hf_dpzero.reporting.wording import counted_steps, number, round_up
 
 CHANCE = 1e-9
@@ -36,10 +38,18 @@ UNCHECKED = (
     "add to epsilon",
     "that the unit is what has to be protected (where it is a row, a person may have several), that "
     "evaluation rows are public, and that the base model never saw the private rows",
-    "the scores on the card, which need the evaluation rows; and the files that no digest covers "
-    "(tokenizer, configuration, the curves of report.html)",
+    "the scores on the card, which need the evaluation rows; private evaluations that are not on "
+    "record; the curves of report.html; and files that no digest covers",
 )
-"""What no check of a folder can see; the page ends with it."""
+"""What no check of a folder can see."""
+
+
+def unchecked(folder: Path) -> list[str]:
+    """What no check of a folder can see, its files by name; the page ends with it."""
+    seen = {CARD_FILE, PAGE_FILE, REPORT_FILE, TRAJECTORY_FILE}
+    seen |= {file.name for file in weight_files(folder)}
+    others = sorted({file.name for file in folder.iterdir()} - seen)
+    return [*UNCHECKED[:-1], f"{UNCHECKED[-1]}: {', '.join(others) or 'none is here'}"]
 
 
 class NotChecked(Exception):
@@ -170,22 +180,23 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
 
 
 def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> str:
-    """Compares what the card says of privacy with the report and the record of private evaluations.
+    """Compares what the card says of privacy with that of the card written anew from the folder.
 
-    That is its statement, its table, its limitations and its tag; the rest is free. Of `report.html`,
-    where it is there, it is the claim at its top.
+    That is all above its first section, its three sections on privacy, every line that names epsilon or
+    differential privacy, and its tag; the rest is free, without HTML that could hide something. Of
+    `report.html`, where it is there, it is all but curves and scores.
     """
     from huggingface_hub import ModelCard
-
-    from hf_dpzero.reporting.model_card import model_card
 
     if not (folder / CARD_FILE).is_file():
         raise NotChecked(f"there is no {CARD_FILE}")
     card = ModelCard((folder / CARD_FILE).read_text(encoding="utf-8"))
     made = evaluations_in(folder)
+    named = _NAME.search(card.text)
 
-    def claims(count: int) -> set[str]:
-        return _claims(model_card(report, evaluations=made[:count]).text)
+    def claims(count: int) -> list[str]:
+        written = card_of(folder, report, trajectory, named and named[1], made[:count])
+        return _claims(written.text)
 
     stated, wanted = _claims(card.text), claims(len(made))
     if stated != wanted and any(stated == claims(count) for count in range(len(made))):
@@ -193,39 +204,50 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
             f"{CARD_FILE} was written before the last of the {len(made)} private evaluations on record. "
             "`hf-dpzero push` writes it again; so does `hf_dpzero.reporting.hub.write_model_card`."
         )
-    for other, words in ((wanted - stated, "does not say"), (stated - wanted, "says")):
-        if other:
+    again = "`hf_dpzero.reporting.hub.write_model_card` writes it from the report."
+    for one, other, words in ((wanted, stated, "does not say"), (stated, wanted, "says")):
+        if odd := next((line for line in one if line not in other), None):
             raise ValueError(
-                f"{CARD_FILE} {words} {min(other)!r}, other than {REPORT_FILE}: it was edited, or is of "
-                "another run. `hf_dpzero.reporting.hub.write_model_card` writes it from the report."
+                f"{CARD_FILE} {words} {odd!r}, other than {REPORT_FILE}: it was edited, or is of "
+                f"another run or version of this package. {again} Words of your own go into sections "
+                "of their own, without epsilon."
             )
+    if stated != wanted:
+        raise ValueError(f"{CARD_FILE} says twice, or elsewhere, what it says of privacy. {again}")
     html = folder / PAGE_FILE
-    if html.is_file() and _top(html.read_text("utf-8")) != _top(report_page(report, trajectory)):
-        raise ValueError(f"{PAGE_FILE} claims at its top what {REPORT_FILE} does not.")
+    if html.is_file() and not _page_follows(html, folder, report, trajectory):
+        raise ValueError(f"{PAGE_FILE} claims what {REPORT_FILE} does not. {again}")
     if not report.private and "differential-privacy" in (card.data.to_dict().get("tags") or ()):
         raise ValueError(f"{CARD_FILE} is tagged differential-privacy, and is NOT PRIVATE.")
     beside = f", and its {len(made)} private evaluations are on record" if made else ""
     return f"its statement, table and {len(report.caveats)} limitations are the report's{beside}"
 
 
-def _claims(card: str) -> set[str]:
-    """The lines of a card that speak of privacy: what is quoted at its top, and three sections."""
-    sections = ("## Privacy", "## Evaluated on private rows", "## Limitations")
-    section, claims = "", set[str]()
+_SECTIONS = ("## Privacy", "## Evaluated on private rows", "## Limitations")
+_NAME = re.compile(r'Tokenizer\.from_pretrained\("([^"]+)"\)')
+_SPEAKS = re.compile(r"epsilon|\beps\b|\u03b5|\u03f5|differential", re.I)
+_HIDES = re.compile(r"<(?!/?(?:img|a|br)\b|https?:)[!/a-z]", re.I)
+
+
+def _claims(card: str) -> list[str]:
+    """The lines of a card that speak of privacy, or could hide that others do, in their order."""
+    section, claims = "", list[str]()
     for line in map(str.strip, card.splitlines()):
         if line.startswith("## "):
             section = line
-        elif line and (section in sections or (not section and line[0] == ">")):
-            claims.add(line)
+        own = section in _SECTIONS or not (section or line.startswith("# "))
+        if line and (own or _SPEAKS.search(line) or _HIDES.search(line)):
+            claims.append(line)
     return claims
 
 
-def _top(html: str) -> str:
-    return html.partition("<h1>")[2].partition("<h2>")[0]
+def _page_follows(html: Path, folder: Path, report: PrivacyReport, trajectory: Trajectory) -> bool:
+    stated, wanted = html.read_text("utf-8"), page_of(folder, report, trajectory)
+    return without_curves(stated) == without_curves(wanted)
 
 
-def page(name: str, found: Sequence[Finding]) -> str:
-    """The findings as one page of text."""
+def page(name: str, found: Sequence[Finding], unseen: Sequence[str]) -> str:
+    """The findings as one page of text, which ends with what was not seen."""
     marks = {True: "verified", False: "REFUSED", None: "not checked"}
     verdict = "Whatever could be checked holds."
     if any(f.holds is False for f in found):
@@ -233,7 +255,7 @@ def page(name: str, found: Sequence[Finding]) -> str:
     paragraphs = [
         *((f"{marks[f.holds]:<12} {f.claim:<8} ", f.text) for f in found),
         ("", f"{name}: {verdict} No check of a folder can show:"),
-        *(("  - ", text) for text in UNCHECKED),
+        *(("  - ", text) for text in unseen),
     ]
     return "\n".join(
         textwrap.fill(text, 100, initial_indent=first, subsequent_indent=" " * len(first))

@@ -25,12 +25,18 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.model_card import PLOT_FILE, model_card, task_of
 from hf_dpzero.reporting.page import PAGE_FILE, report_page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.private_evaluations import EVALUATIONS_FILE, evaluations_in
+from hf_dpzero.reporting.private_evaluations import (
+    EVALUATIONS_FILE,
+    PrivateEvaluation,
+    evaluations_in,
+)
 from hf_dpzero.reporting.public import RECIPE_FILE, public_recipe, public_results, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing, check_weights
 from hf_dpzero.reporting.weights import SHARDS, WEIGHTS, weight_files
 
 if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
     from hf_dpzero.ledger.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -336,7 +342,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _write_card(
     folder: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
-    """Writes the card of the run whose files `folder` holds, from what of them is public."""
+    card = card_of(folder, report, trajectory, repo_id, evaluations_in(folder))
+    write_atomically(folder / CARD_FILE, card.content)
+
+
+def card_of(
+    folder: Path,
+    report: PrivacyReport,
+    trajectory: Trajectory,
+    repo_id: str | None = None,
+    evaluations: Sequence[PrivateEvaluation] = (),
+) -> ModelCard:
+    """The card of the run whose files `folder` holds, from what of them is public."""
     recipe = public_recipe(_read_text(folder / RECIPE_FILE))
     settings = recipe_settings(recipe)
     adapter, config = _read_json(folder / ADAPTER_FILE), _read_json(folder / "config.json")
@@ -344,7 +361,7 @@ def _write_card(
     dataset, task = settings.get("dataset_name"), settings.get("task")
     if not dataset or settings.get("train_file"):  # rows of one's own: the task, or its file's name
         dataset = Path(task).stem if task else None
-    card = model_card(
+    return model_card(
         report,
         base_model=(
             settings.get("model_name_or_path")
@@ -362,9 +379,8 @@ def _write_card(
         model_type=config.get("model_type"),
         template=settings.get("template"),
         plot=(folder / PLOT_FILE).is_file(),
-        evaluations=evaluations_in(folder),
+        evaluations=evaluations,
     )
-    write_atomically(folder / CARD_FILE, card.content)
 
 
 def write_page(
@@ -373,19 +389,29 @@ def write_page(
     trajectory: Trajectory,
     history: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Writes `report.html` of the run whose files `folder` holds, from what of them is public.
+    """Writes `report.html` of the run whose files `folder` holds.
 
     `history` is the trainer's log; None takes the one that `save_state` left in the folder.
     """
-    page = report_page(
+    history = _history(folder) if history is None else history
+    write_atomically(folder / PAGE_FILE, page_of(folder, report, trajectory, history))
+
+
+def page_of(
+    folder: Path,
+    report: PrivacyReport,
+    trajectory: Trajectory,
+    history: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The page of the run whose files `folder` holds, from what of them is public."""
+    return report_page(
         report,
         trajectory,
-        history=_history(folder) if history is None else history,
+        history=history,
         results=_read_json(folder / RESULTS_FILE),
         evaluations=evaluations_in(folder),
         recipe=public_recipe(_read_text(folder / RECIPE_FILE)),
     )
-    write_atomically(folder / PAGE_FILE, page)
 
 
 def _history(folder: Path) -> Sequence[Mapping[str, Any]]:

@@ -7,6 +7,7 @@ trajectory and the public results hold.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,6 +89,27 @@ def report_page(
         recipe=recipe,
         frame=(_LEFT, _TOP, _RIGHT - _LEFT, _BOTTOM - _TOP),
     )
+
+
+_DRAWN = re.compile(r"<svg.*?</svg>|<h2>Evaluation</h2>.*?(?=<h2>)", re.S)
+_PLAIN = re.compile(
+    r"</?(?:svg|rect|text|polyline|circle|figure|figcaption|p|h2|table|tr|th|td)\b[^<>]*>"
+)
+
+
+def without_curves(html: str) -> str:
+    """A page without its curves and public scores, which claim nothing: the rest follows from a folder.
+
+    Raises:
+      ValueError: they hold what could claim something, or hide it.
+    """
+    for free in map(re.Match.group, _DRAWN.finditer(html)):
+        words = _PLAIN.sub("", re.sub(r'aria-label="[^"<>]*"', "", free))
+        if "<" in words or "epsilon" in words or "style" in free:
+            raise ValueError(
+                f"{PAGE_FILE} has other things than numbers among its curves or scores."
+            )
+    return _DRAWN.sub("", html)
 
 
 def _budget(report: PrivacyReport, trajectory: Trajectory) -> Chart:

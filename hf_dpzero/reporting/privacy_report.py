@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dpzero.ledger.log_file import write_atomically
+from hf_dpzero.ledger.log_file import parsed, write_atomically
 from hf_dpzero.privacy.selection import WORDS, check_tuning, total_epsilon
 from hf_dpzero.privacy.words import LABELS
 from hf_dpzero.reporting.caveats import GRADES, WEAK, caveats
@@ -386,8 +386,8 @@ class PrivacyReport:
         """
         target = _report_path(path)
         try:
-            values = json.loads(target.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            values = parsed(target.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ValueError(f"{target} is not JSON ({error}); the file is damaged.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{target} holds a {type(values).__name__}, not a privacy report.")

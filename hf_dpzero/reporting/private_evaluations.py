@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from hf_dpzero.ledger.log_file import append_whole, flush_folder, locked
+from hf_dpzero.ledger.log_file import append_whole, flush_folder, locked, parsed
 from hf_dpzero.privacy.counting import COVERAGE, PrivateCount
 from hf_dpzero.privacy.noise import is_seeded
 from hf_dpzero.reporting.privacy_report import PrivacyReport
@@ -140,7 +140,7 @@ def evaluations_in(folder: str | os.PathLike[str]) -> list[PrivateEvaluation]:
     path = Path(folder) / EVALUATIONS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     try:
-        return [PrivateEvaluation(**json.loads(line)) for line in lines]
+        return [PrivateEvaluation(**parsed(line)) for line in lines]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{path} cannot be read as a record of private evaluations: restore it from a copy, or move "
@@ -175,11 +175,11 @@ def together(report: PrivacyReport | None, evaluations: Sequence[PrivateEvaluati
             "the two are not put together."
         )
     end = f", delta = {delta_words(report.delta)}"
+    both = f"epsilon = {round_up(report.epsilon + spent)}{end}"
     if any(made.trained_on for made in evaluations):
-        whole = round_up(report.epsilon + spent)
-        return f"{words} Where it was trained on too: epsilon = {whole}{end} in all."
+        return f"{words} Where it was trained on too: {both} in all."
     whole = round_up(max(report.epsilon, spent))
     return (
-        f"{words} With the training: epsilon = {whole}{end} for each {unit}, none of which was "
-        "both trained on and evaluated."
+        f"{words} With the training: epsilon = {whole}{end} for each {unit} that was trained on or "
+        f"evaluated. None was both, value for value; a changed copy spends {both}."
     )

@@ -236,6 +236,8 @@ def test_private_rows_are_evaluated_with_noise(trained, private, tmp_path, capsy
     assert "at least 95 %, over the noise alone" in shown and "population" in shown
     record = (folder / "private_evaluations.jsonl").read_text()
     assert [json.loads(line)["epsilon"] for line in record.splitlines()] == [50.0, 0.25]
+    for name in ("README.md", "report.html"):
+        assert "With the training: epsilon = 50.25" in (folder / name).read_text()
     run(capsys, "push", folder, "--repo_id", "me/x", "--dry_run")
     assert (folder / "hub" / "private_evaluations.jsonl").read_text() == record
     card = (folder / "hub" / "README.md").read_text()

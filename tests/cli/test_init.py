@@ -136,7 +136,9 @@ def test_a_starter_without_public_rows_trains_and_is_evaluated(
     assert found["epsilon"] == 2 and 0 < found["num_rows"] == units - report["num_examples"] < units
     assert "epsilon = 2, " in found["together"]  # the larger of the two, not the sum
     if people:
-        assert "for each who with all its rows, none of which was both" in found["together"]
+        assert (
+            "for each who with all its rows that was trained on or evaluated" in found["together"]
+        )
         table = pd.read_json("mine.jsonl", lines=True).assign(review="other words")
         table.to_json("again.jsonl", orient="records", lines=True)
         assert main.main([*second.split(), *small, "--private_file", "again.jsonl"]) == 2

@@ -28,6 +28,7 @@ from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to
 
 CARD, LOG, REPORT = "README.md", "trajectory.safetensors", "privacy_report.json"
+PAGE = "report.html"
 
 
 def loaded(base: Path) -> Any:
@@ -161,7 +162,16 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "card": (lambda f: line_of(f, "(spent) | ", "(spent) | 0."), "card", "does not say '| epsilon"),
     "card's row": (lambda f: line_of(f, "| delta |", "|delta|0|\n| delta |"), "card", "'|delta|0|'"),
     "card's limits": (lambda f: line_of(f, ": The loss, class", ": Class"), "card", "The loss, class"),
-    "page": (lambda f: line_of(f, "<td>1.", "<td>0.", "report.html"), "card", "report.html claims"),
+    "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "'<!--'"),
+    "card's fold": (lambda f: line_of(f, "## Priv", "<Details>\n\n## Priv"), "card", "'<Details>'"),
+    "card's top": (lambda f: line_of(f, "## Priv", "So: 0.1\n\n## Priv"), "card", "says 'So: 0.1'"),
+    "card's end": (lambda f: line_of(f, "## Limi", "## So\n\nε = 0.1\n\n## Limi"), "card", "'ε = 0.1'"),
+    "card's twin": (lambda f: line_of(f, "## Limi", "## Privacy\n\n## Limi"), "card", "says twice"),
+    "page": (lambda f: line_of(f, "<td>1.", "<td>0.", PAGE), "card", f"{PAGE} claims"),
+    "page's top": (lambda f: line_of(f, "<h1>", "0.1<h1>", PAGE), "card", f"{PAGE} claims"),
+    "page's style": (lambda f: line_of(f, "</style>", "*{}</style>", PAGE), "card", f"{PAGE} claims"),
+    "page's curve": (lambda f: line_of(f, "<svg", "<svg><b/></svg><svg", PAGE), "card", "its curves"),
+    "twice": (lambda f: line_of(f, "{", '{"epsilon": 0.1,', REPORT), "report", "stands there twice"),
     "card's header": (lambda f: line_of(f, "tags:", "tags: :"), "card", ""),
 }  # fmt: skip
 
