@@ -155,7 +155,7 @@ def _rows_that_are_here(recipe: Recipe, labels: int | None) -> RowCounts | None:
         # As a starter has it, whose public rows are yet to be written.
         found = num_units(read_rows(Path(data.train_file)), recipe.training)
         rows, source = min(found, data.max_train_samples or math.inf), data.train_file
-        source += "; validation_file is not there yet"
+        source += "; validation_file is not there yet" if data.validation_file else ""
         return RowCounts(train=int(rows), labels=labels, source=source)
     try:
         with offline():

@@ -182,9 +182,9 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
 def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> str:
     """Compares what the card says of privacy with that of the card written anew from the folder.
 
-    That is all above its first section, its three sections on privacy, every line that names epsilon or
-    differential privacy, and its tag; the rest is free, without HTML that could hide something. Of
-    `report.html`, where it is there, it is all but curves and scores.
+    That is all above its first section, its three sections on privacy, each line that gives epsilon or
+    differential privacy a number, and its tag; the rest is free, without HTML that could hide something.
+    Of `report.html`, where it is there, it is all but curves and scores.
     """
     from huggingface_hub import ModelCard
 
@@ -210,7 +210,7 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
             raise ValueError(
                 f"{CARD_FILE} {words} {odd!r}, other than {REPORT_FILE}: it was edited, or is of "
                 f"another run or version of this package. {again} Words of your own go into sections "
-                "of their own, without epsilon."
+                "of their own, without numbers for epsilon."
             )
     if stated != wanted:
         raise ValueError(f"{CARD_FILE} says twice, or elsewhere, what it says of privacy. {again}")
@@ -225,7 +225,7 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
 
 _SECTIONS = ("## Privacy", "## Evaluated on private rows", "## Limitations")
 _NAME = re.compile(r'Tokenizer\.from_pretrained\("([^"]+)"\)')
-_SPEAKS = re.compile(r"epsilon|\beps\b|\u03b5|\u03f5|differential", re.I)
+_SPEAKS = re.compile(r"(?:epsilon|\beps\b|\u03b5|\u03f5).{0,40}\d|\d.{0,12}differential", re.I)
 _HIDES = re.compile(r"<(?!/?(?:img|a|br)\b|https?:)[!/a-z]", re.I)
 
 

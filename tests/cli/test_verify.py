@@ -189,6 +189,28 @@ def test_a_changed_file_is_refused_in_words(change, published, base, tmp_path, c
     ]
 
 
+OWN = """
+
+## Our use\r
+
+![badge](https://example.org/a.svg) <img src="b.png"> see <https://example.org>\r
+Fran\u00e7ais : mod\u00e8le entra\u00een\u00e9 en 2026.\r
+
+```bibtex
+@article{a, title={Differentially private fine-tuning}, year={2026}}
+```
+"""
+
+
+def test_words_of_ones_own_beside_the_claims_are_free(published, base, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    line_of(folder, "# base", "# Our model")
+    line_of(folder, "## How to use", f"{OWN}\n## How to use")
+    line_of(folder, "tags:", "license: mit\ntags:")
+    assert verified(capsys, folder, "--base", base)[0] == 0
+
+
 def test_another_base_or_none_is_refused(published, base, tmp_path, capsys, monkeypatch):
     other = tmp_path / "other"
     shutil.copytree(base, other)
