@@ -203,7 +203,8 @@ def opacus_rules() -> Mapping[type, Callable[..., dict[nn.Parameter, Tensor]]]:
         from opacus.grad_sample.grad_sample_module import GradSampleHooks
     except ImportError:
         raise ImportError(
-            "per-example gradients need opacus, which is not installed; run pip install opacus"
+            "per-example gradients need opacus, which is not installed; run pip install opacus "
+            "(in a checkout pip install -e '.[first-order]')"
         ) from None
     rules: Mapping[type, Callable[..., dict[nn.Parameter, Tensor]]] = GradSampleHooks.GRAD_SAMPLERS
     return rules

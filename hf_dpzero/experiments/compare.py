@@ -7,6 +7,7 @@ and accountant states a valid epsilon, so methods may differ in those.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -19,7 +20,14 @@ from typing import Any
 from hf_dpzero.experiments import runner
 from hf_dpzero.experiments.results import Record, Row, Run, aggregate
 from hf_dpzero.experiments.runner import Attempt, Start, Workspace
-from hf_dpzero.experiments.tables import PLOT_FILE, TABLE_FILE, markdown, percent, plot_comparison
+from hf_dpzero.experiments.tables import (
+    PLOT_FILE,
+    TABLE_FILE,
+    markdown,
+    percent,
+    plot_comparison,
+    unsearched,
+)
 from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.recipes.recipe import (
     Recipe,
@@ -138,6 +146,12 @@ def build_grid(
         raise ValueError("there are no epsilons; give e.g. --epsilons 2,6.")
     _refuse_repeats("methods (by name)", [method.name for method in compared])
     _check_comparable(compared)
+    per_example = [m.name for m in compared if m.private and m.recipe.training.first_order]
+    if per_example and importlib.util.find_spec("opacus") is None:
+        raise ValueError(
+            f"methods {', '.join(per_example)} need per-example gradients, and opacus is not installed: "
+            "pip install opacus (in a checkout pip install -e '.[first-order]'), or leave them out."
+        )
     # Seeds outermost: an interrupted comparison has compared all methods on those it finished.
     runs = [
         method.at(epsilon, seed)
@@ -278,6 +292,24 @@ def _check_comparable(methods: Sequence[Method]) -> None:
             )
 
 
+def used_by(recipe: Recipe) -> dict[str, Any]:
+    """Returns T, B, K, clip and rate of a method's runs, by setting; None is chosen for each run."""
+    args = recipe.training
+    names = ["max_steps", "expected_batch_size", "learning_rate"]
+    names += ["clip"] * (not args.not_private) + ["num_directions"] * (not args.first_order)
+    return {name: getattr(args, name) for name in names}
+
+
+def left_out(recipe: Recipe) -> list[str]:
+    """Returns settings that decide what a method reaches and that nothing chose for this task.
+
+    Only DPZero chooses its own; of any other method a default stands for them.
+    """
+    args = recipe.training
+    names = used_by(recipe).keys() & {"learning_rate", "clip"} - args.chosen - recipe.values.keys()
+    return sorted(names) if args.method != "dpzero" else []
+
+
 def delta_of(recipe: Recipe) -> str:
     """Returns delta in words; on the same rows two deltas are equal iff these words are."""
     training = recipe.training
@@ -326,6 +358,9 @@ def compare(
         workspace = Workspace(folder, runs)
         settings = _settings_of(runs, recipe, overrides, jobs)
         waiting = workspace.pending(retry_failed)
+        for method in settings["methods"]:
+            if method["left_out"]:
+                say(f"{method['name']}: {unsearched(method)}")
         if len(waiting) < len(runs):
             say(f"{len(runs) - len(waiting)} of {len(runs)} runs are in the table already")
 
@@ -374,9 +409,15 @@ def _settings_of(
         "task": runs[0].recipe.data.task,
         "recipe": recipe,
         "methods": [
-            {"name": name, "source": source, "method": run.recipe.training.method, "private": own}
+            {
+                "name": name,
+                "source": run.source,
+                "method": run.recipe.training.method,
+                "private": run.private,
+                "settings": used_by(run.recipe),
+                "left_out": left_out(run.recipe),
+            }
             for name, run in methods.items()
-            for source, own in [(run.source, run.private)]
         ],
         "epsilons": sorted({run.epsilon for run in runs if run.private}),
         "seeds": list(dict.fromkeys(run.recipe.training.seed for run in runs)),

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hf_dpzero.experiments.results import STATUSES, Cell, Record, known
 from hf_dpzero.reporting.model_card import new_figure
@@ -89,7 +90,7 @@ def _at(epsilon: float) -> str:
 
 def markdown(record: Record) -> str:
     """Returns heading, table, what its figures are, the methods, and runs that failed or are missing."""
-    lists = {"Settings:": [f"- {m['name']}: `{m['source']}`" for m in record.settings["methods"]]}
+    lists = {"Settings:": [_settings(method) for method in record.settings["methods"]]}
     if overrides := " ".join(record.settings["overrides"]):
         lists["Settings:"].append(f"- all of them: `{overrides}`")
     failed = [
@@ -104,6 +105,27 @@ def markdown(record: Record) -> str:
     title = f"# {record.settings['task']}: {', '.join(record.methods)}"
     parts = ["\n".join([head, "", *lines]) for head, lines in lists.items() if lines]
     return "\n\n".join([title, table(record), *_caption(record), *parts]) + "\n"
+
+
+def _settings(method: Mapping[str, Any]) -> str:
+    """Returns a line of the list: where a method's settings come from, and those that decide."""
+    values = [
+        f"{name}: {'chosen in each run' if value is None else f'{value:g}'}"
+        for name, value in method.get("settings", {}).items()
+    ]
+    words = [f"`{method['source']}`", *([", ".join(values)] if values else [])]
+    warned = [f"**{unsearched(method)}**"] if method.get("left_out") else []
+    return f"- {method['name']}: {'; '.join([*words, *warned])}"
+
+
+def unsearched(method: Mapping[str, Any]) -> str:
+    """Returns what a method's figures are worth where its rate or clip is a default."""
+    names = " and ".join(method["left_out"])
+    return (
+        f"its {names} {'are defaults' if len(method['left_out']) > 1 else 'is a default'} that nothing "
+        "chose for this task, where dpzero chooses its own: its figures say little until a recipe gives "
+        "them"
+    )
 
 
 def table(record: Record) -> str:

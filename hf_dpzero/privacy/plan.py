@@ -124,7 +124,7 @@ class PrivacyPlan:
         if self.clip_schedule is not None and isinstance(self.mechanism, AdaptiveClipping):
             raise ValueError(
                 f"clip_schedule={self.clip_schedule} with adaptive clipping: the clip follows the "
-                "releases already; use clipping='fixed', or no clip_schedule."
+                "releases already; use clipping='fixed', or leave the schedule out."
             )
         for name in ("noise_schedule", "clip_schedule"):
             if getattr(self, name) is not None and isinstance(self.mechanism, NotNoised):

@@ -56,6 +56,7 @@ def plan_facts(plan: PrivacyPlan, delta: float, steps: int) -> dict[str, Any]:
         "steps": steps,
         "planned_steps": plan.steps,
         "noise_multiplier": mechanism.noise_multiplier,
+        "noise_distribution": mechanism.distribution,
         "clip": mechanism.clip,
         # first-order methods have one "direction", the gradient itself
         "num_directions": getattr(mechanism, "num_directions", 1),

@@ -86,6 +86,7 @@ class PrivacyReport:
       average_last: the weights are the mean of those after each of so many steps up to there, which
         costs nothing (post-processing of the releases); 1: of the last alone.
       noise_multiplier: noise scale on the sum, in units of `clip`.
+      noise_distribution: "gaussian" or "laplace".
       clip: bound C on one example's contribution, in loss units per unit of smoothing; inf if none.
       schedules: what changes over the steps, in words, by "noise" and "clip"; empty where nothing does,
         and `noise_multiplier` and `clip` are of every step.
@@ -154,6 +155,7 @@ class PrivacyReport:
     shipped_step: int | None
     average_last: int
     noise_multiplier: float
+    noise_distribution: str
     clip: float
     schedules: dict[str, str]
     groups: str
@@ -355,6 +357,7 @@ class PrivacyReport:
         older = dict.fromkeys(("groups", "forward_passes", "processes"), "")
         since: dict[str, Any] = {"learning_rate": None, "shipped_step": None, "average_last": 1}
         since |= {"set_aside": {}, "budget": {}, "other_terms": {}, "deployment": ""}
+        since["noise_distribution"] = "laplace" if ", laplace noise" in str(values) else "gaussian"
         since["caveat_grades"] = [GRADES[0]] * len(values.get("caveats", ()))
         values = {**since, **older, **values}
         expected = {field.name for field in fields(cls)}
@@ -421,7 +424,8 @@ class PrivacyReport:
         along = f"K = {self.num_directions} {self.direction}, " if self.direction != "none" else ""
         clip = "no clipping" if math.isinf(self.clip) else f"clip C = {number(self.clip)}"
         mechanism = (
-            f"{self.method}, {along}{clip}, noise multiplier {number(self.noise_multiplier)}"
+            f"{self.method}, {along}{clip}, {'Laplace ' * (self.noise_distribution == 'laplace')}"
+            f"noise multiplier {number(self.noise_multiplier)}"
         )
         sampling = (
             f"{self.sampling}, q = {number(self.sampling_probability)} (expected batch "

@@ -84,6 +84,12 @@ CLASSIC: dict[str, Any] = {
 }  # fmt: skip
 """What stands for None where nothing is chosen: Hugging Face's rate, the paper's K = 1."""
 
+OF_GRADIENTS: dict[str, dict[str, float]] = {
+    "dp-sgd": {"clip": 1.0, "learning_rate": 0.1}, "dp-adamw": {"clip": 1.0, "learning_rate": 5e-4},
+}  # fmt: skip
+"""What stands for None of private gradients, whose norms are about 1: middles of the usual grids (Li et
+al. 2022, "Large language models can be strong differentially private learners", arXiv:2110.05679)."""
+
 CHEAP, MANY = 1_000_000, 32
 """K is 32 where a direction takes so many multiplications a row, and halves as often as they double."""
 
@@ -127,7 +133,7 @@ def fill_in(config: DPZeroConfig) -> None:
             config.clipping, config.clip_left_out = "adaptive", True
             if config.num_directions is None:
                 chosen.add("num_directions")
-    for name, value in CLASSIC.items():
+    for name, value in (CLASSIC | OF_GRADIENTS.get(config.method, {})).items():
         if getattr(config, name) is None and name not in chosen:
             setattr(config, name, value)
 

@@ -213,12 +213,12 @@ class OwnFields:
     # Clipping
     clip: float = setting(
         None,
-        "bound C on one example's finite difference(s), L2 over K, in loss / smoothing; dp-sgd and "
-        "dp-adamw: on the norm of its gradient",
+        "bound C on one example's finite difference(s), L2 over K (L1 with Laplace noise), in loss / "
+        "smoothing; dp-sgd and dp-adamw: on the norm of its gradient",
         POSITIVE,
         privacy="nothing: the noise is proportional to it. Choosing it by a look at private rows is "
         "not covered",
-        none="50, and dpzero's clip then adapts from there",
+        none="50, and dpzero's clip then adapts from there; 1 of dp-sgd and dp-adamw",
     )
     clipping: str = setting(
         None,
@@ -238,7 +238,8 @@ class OwnFields:
         privacy="nothing in one run; trying several on private rows does, and is not counted "
         "(`hf-dpzero sweep` counts it)",
         none="of dpzero with Gaussian noise and `update_rule: sgd`: from noise, clip, B and T, and at "
-        "most what slope and curvature of public rows' losses allow (`defaults.py`); else 5e-5",
+        "most what slope and curvature of public rows' losses allow (`defaults.py`); dp-adamw 5e-4, "
+        "dp-sgd 0.1, else 5e-5",
     )
     learning_rate_is_final: bool = setting(
         False,

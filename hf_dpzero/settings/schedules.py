@@ -41,6 +41,7 @@ logger = logging.get_logger(__name__)
 _CALL = re.compile(r"\s*([a-z_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _ITEM = re.compile(r"\s*-\s+")  # of a YAML list; a sign has its number right behind it
 _SUFFIXES = (".json", ".csv", ".txt", ".yaml", ".yml")
+_NOISE = ("uniform", "exp", "gd", "momentum", "learning_rate", "subsampled")
 _FOLLOW_RATE = ("learning_rate", "subsampled")
 
 
@@ -60,6 +61,11 @@ def noise_schedule_of(config: DPZeroConfig, steps: int) -> NoiseSchedule | None:
     values = _values("schedules.noise", config.schedules.noise)
     if values is None or values["name"] == "uniform":
         return None
+    if values["name"] not in _NOISE and "levels" not in values:
+        raise ValueError(
+            f"schedules.noise={config.schedules.noise!r} is unknown; use one of {', '.join(_NOISE)}, or "
+            "the noise of each step: a list of numbers, or a file of them."
+        )
     if values["name"] == "gd":
         values["name"] = "exp"
     if (kappa := values.pop("kappa", None)) is not None:

@@ -318,9 +318,8 @@ def banner(run: Run, report: PrivacyReport) -> str:
         ("trained", f"{count:,} of {total:,} parameters in {len(trained)} tensors"),
     ]  # fmt: skip
     if plan.private:
-        noise = (
-            f"multiplier {number(mechanism.noise_multiplier)}, clip C = {number(mechanism.clip)}"
-        )
+        noise = f"{'Laplace ' * (report.noise_distribution == 'laplace')}multiplier "
+        noise += f"{number(mechanism.noise_multiplier)}, clip C = {number(mechanism.clip)}"
         lines.insert(4, ("noise", noise))
         lines[5:5] = [(LABELS[name], text) for name, text in schedule_words(plan).items()]
     if not args.first_order:

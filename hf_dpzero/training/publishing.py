@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -149,8 +150,10 @@ class PublishingTrainer(Trainer):
         return report_of(self.run, in_other_terms=True)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """As in Trainer, which prints four decimals; delta, mostly smaller than that, in full."""
+        """As in Trainer, which prints four decimals; delta in full, and epsilon rounded up."""
         shown = dict(metrics)
+        if isinstance(spent := shown.get("epsilon"), float) and math.isfinite(spent):
+            shown["epsilon"] = math.ceil(spent * 1e4) / 1e4
         if isinstance(shown.get("delta"), float):
             shown["delta"] = delta_words(shown["delta"])
         super().log_metrics(split, shown)

@@ -19,7 +19,7 @@ import yaml
 
 from hf_dpzero.cli import main
 from hf_dpzero.experiments import results, tables
-from hf_dpzero.experiments.compare import build_grid, compare
+from hf_dpzero.experiments.compare import _settings_of, build_grid, compare, left_out, used_by
 from hf_dpzero.experiments.results import (
     Cell,
     Exit,
@@ -193,6 +193,26 @@ def test_a_warning_about_a_method_is_said_once(tmp_path, caplog):
     write_recipe(tmp_path, "tiny-dp-sgd", method="dp-sgd", num_directions=11)
     grid(write_recipe(tmp_path), "dp-sgd", seeds=[1, 2])
     assert caplog.text.count("num_directions=11 (it is for method=") == 1
+
+
+def test_a_table_says_which_settings_nothing_chose(tmp_path):
+    """Of any method but dpzero a rate or clip that is left out is a default; all others are named."""
+    given = {"learning_rate": None, "clip": None}
+    write_recipe(tmp_path, "tiny-dp-adamw", method="dp-adamw", num_directions=None, **given)
+    runs = grid(write_recipe(tmp_path, **given), "dpzero,dp-adamw,mezo")
+    left = {run.method: left_out(run.recipe) for run in runs}
+    assert left == {"dpzero": [], "dp-adamw": ["clip", "learning_rate"], "mezo": ["learning_rate"]}
+    assert used_by(runs[1].recipe)["clip"] == 1.0
+    of = _settings_of(runs, "a.yaml", (), 1)["methods"]
+    lines = [tables._settings(method) for method in of]
+    assert "learning_rate: chosen in each run" in lines[0] and "default" not in lines[0]
+    assert (
+        "learning_rate: 0.0005" in lines[1]
+        and "**its clip and learning_rate are defaults" in lines[1]
+    )
+    assert "its learning_rate is a default" in lines[2]
+    full = grid(write_recipe(tmp_path, learning_rate=0.1), "mezo")
+    assert left_out(full[0].recipe) == []
 
 
 def test_a_budget_that_a_method_does_not_take_is_not_spoken_of(tmp_path, caplog):

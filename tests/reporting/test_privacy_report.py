@@ -34,7 +34,7 @@ KEYS = """
     target_epsilon target_delta epsilon planned_epsilon delta accountant neighboring_relation
     privacy_unit sampling
     sampling_probability expected_batch_size num_examples steps planned_steps shipped_step average_last
-    noise_multiplier clip schedules groups direction num_directions learning_rate
+    noise_multiplier noise_distribution clip schedules groups direction num_directions learning_rate
     noise_source private method log_private_diagnostics tuning
     earlier_runs set_aside budget base_weights forward_passes processes parts weights_digest
     other_terms deployment statement caveats caveat_grades versions
@@ -96,6 +96,7 @@ def test_numbers_come_from_the_plan() -> None:
         "steps": 40,
         "planned_steps": 40,
         "noise_multiplier": 2.0,
+        "noise_distribution": "gaussian",
         "clip": 50.0,
         "direction": "sphere",
         "num_directions": 4,

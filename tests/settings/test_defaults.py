@@ -27,6 +27,7 @@ from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.settings.defaults import (
     CLASSIC,
     NOISE_SHARE,
+    OF_GRADIENTS,
     cost_of_direction,
     directions_for,
     learning_rate,
@@ -50,7 +51,8 @@ def test_what_is_given_stays_and_other_methods_keep_the_classic_values(tmp_path)
         {"noise_multiplier": 0.0},
     ):
         args = DPZeroConfig(output_dir=str(tmp_path), use_cpu=True, **settings)
-        known = {n: v for n, v in CLASSIC.items() if n != "clipping" and n not in args.chosen}
+        values = CLASSIC | OF_GRADIENTS.get(args.method, {})
+        known = {n: v for n, v in values.items() if n != "clipping" and n not in args.chosen}
         assert {name: getattr(args, name) for name in known} == known, settings
         assert args.chosen == ({"num_directions"} if args.noise_multiplier == 0 else set())
 

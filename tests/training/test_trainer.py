@@ -695,6 +695,7 @@ def test_laplace_noise_gives_a_pure_epsilon(tmp_path):
     pure = 6 * math.log1p(12 / 120 * math.expm1(1.0))  # T log(1 + q (e^(1/b) - 1)), b = 1
     assert report.private and report.delta == 0.0
     assert report.epsilon == pytest.approx(pure, rel=1e-6)
+    assert "Laplace noise multiplier 1" in str(report)
 
 
 # ---- what frozen parts may do
