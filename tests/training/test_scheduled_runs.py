@@ -168,7 +168,10 @@ def test_files_hold_schedules(name, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"schedules.noise": "expo(0.9)"}, r"'expo\(0.9\)' is unknown; use one of uniform, exp, gd"),
+        (
+            {"schedules.noise": "expo(0.9)"},
+            r"'expo\(0.9\)' is unknown; use one of uniform, exp, gd",
+        ),
         ({"schedules.noise": "exp"}, "needs gamma"),
         ({"schedules.noise": "exp(gamma=2)"}, r"gamma=2.0 must be in \(0, 1\]"),
         ({"schedules.noise": "exp(gamma=x)"}, "is no number"),
