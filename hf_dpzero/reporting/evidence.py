@@ -19,10 +19,11 @@ from hf_dpzero.privacy.bracket import epsilon_bracket
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.privacy.selection import WORDS
-from hf_dpzero.reporting.hub import CARD_FILE, card_of, page_of
+from hf_dpzero.reporting.hub import CARD_FILE, page_of
 from hf_dpzero.reporting.page import PAGE_FILE, without_curves
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.private_evaluations import evaluations_in
+from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, evaluations_in
+from hf_dpzero.reporting.public import RECIPE_FILE, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
 from hf_dpzero.reporting.weights import weight_files
 from hf_dpzero.reporting.wording import counted_steps, number, round_up
@@ -50,6 +51,9 @@ def unchecked(folder: Path) -> list[str]:
     seen |= {file.name for file in weight_files(folder)}
     others = sorted({file.name for file in folder.iterdir()} - seen)
     return [*UNCHECKED[:-1], f"{UNCHECKED[-1]}: {', '.join(others) or 'none is here'}"]
+
+
+_VERSION = re.compile(r"[\w.-]{1,40} [\w.+!-]{1,60}")
 
 
 class NotChecked(Exception):
@@ -113,6 +117,19 @@ def report_holds(folder: Path) -> str:
             "It was edited, or is of another version of this package, with which it may be verified: "
             f"{stated.versions.get('hf_dpzero')}, it says."
         )
+    for package in map(" ".join, stated.versions.items()):
+        if not _VERSION.fullmatch(package):
+            raise ValueError(f"{REPORT_FILE} names {package!r}, which is no package and version.")
+    for text in (stated.statement, *stated.caveats, *map(" ".join, stated.rows())):
+        if not text.isprintable() or "<" in text:  # of a log that its publisher wrote
+            raise ValueError(f"{REPORT_FILE} says {text[:80]!r}, with line ends or HTML in it.")
+    recipe = folder / RECIPE_FILE
+    settings = recipe_settings(recipe.read_text("utf-8")) if recipe.is_file() else {}
+    for name in ("target_epsilon", "neighboring_relation") if stated.tuning in WORDS else ():
+        if settings.get(name) not in (None, value := getattr(stated, name)):
+            raise ValueError(
+                f"{RECIPE_FILE} says {name}: {settings[name]}, and {REPORT_FILE} {value}."
+            )
     return f"follows from the plan and the releases in the log. It says: {stated.statement}"
 
 
@@ -180,65 +197,66 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
 
 
 def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> str:
-    """Compares what the card says of privacy with that of the card written anew from the folder.
+    """Compares what the card says of privacy with the report and the record of private evaluations.
 
-    That is all above its first section, its three sections on privacy, each line that gives epsilon or
-    differential privacy a number, and its tag; the rest is free, without HTML that could hide something.
-    Of `report.html`, where it is there, it is all but curves and scores.
+    A card begins, below its title, with the statement, the table, private evaluations and limitations,
+    word for word, so nothing of its author's stands before them or could hide them; what follows is the
+    author's. Only a private run has the tag. `report.html`, where it is there, is compared but for
+    curves and scores.
     """
     from huggingface_hub import ModelCard
 
     if not (folder / CARD_FILE).is_file():
         raise NotChecked(f"there is no {CARD_FILE}")
-    card = ModelCard((folder / CARD_FILE).read_text(encoding="utf-8"))
-    made = evaluations_in(folder)
-    named = _NAME.search(card.text)
-
-    def claims(count: int) -> list[str]:
-        written = card_of(folder, report, trajectory, named and named[1], made[:count])
-        return _claims(written.text)
-
-    stated, wanted = _claims(card.text), claims(len(made))
-    if stated != wanted and any(stated == claims(count) for count in range(len(made))):
+    card, made = ModelCard((folder / CARD_FILE).read_text("utf-8-sig")), evaluations_in(folder)
+    title, _, stated = card.text.strip().partition("\n")
+    if not title.startswith("# ") or "<" in title:
         raise ValueError(
-            f"{CARD_FILE} was written before the last of the {len(made)} private evaluations on record. "
-            "`hf-dpzero push` writes it again; so does `hf_dpzero.reporting.hub.write_model_card`."
+            f"{CARD_FILE} begins with {title!r}, which is no title of one line of text."
         )
-    again = "`hf_dpzero.reporting.hub.write_model_card` writes it from the report."
-    for one, other, words in ((wanted, stated, "does not say"), (stated, wanted, "says")):
-        if odd := next((line for line in one if line not in other), None):
+    if other := _other_words(stated, report, made):
+        if not all(_other_words(stated, report, made[:count]) for count in range(len(made))):
             raise ValueError(
-                f"{CARD_FILE} {words} {odd!r}, other than {REPORT_FILE}: it was edited, or is of "
-                f"another run or version of this package. {again} Words of your own go into sections "
-                "of their own, without numbers for epsilon."
+                f"{CARD_FILE} was written before the last of the {len(made)} private evaluations on "
+                "record. `hf-dpzero push` writes it again, or `reporting.hub.write_model_card`."
             )
-    if stated != wanted:
-        raise ValueError(f"{CARD_FILE} says twice, or elsewhere, what it says of privacy. {again}")
+        raise ValueError(
+            f"{CARD_FILE} says below its title {other}: it was edited, or is of another run or version "
+            "of this package. Words of your own come behind the limitations; "
+            "`hf_dpzero.reporting.hub.write_model_card` writes the rest from the report."
+        )
     html = folder / PAGE_FILE
     if html.is_file() and not _page_follows(html, folder, report, trajectory):
-        raise ValueError(f"{PAGE_FILE} claims what {REPORT_FILE} does not. {again}")
+        raise ValueError(f"{PAGE_FILE} claims what {REPORT_FILE} does not.")
     if not report.private and "differential-privacy" in (card.data.to_dict().get("tags") or ()):
         raise ValueError(f"{CARD_FILE} is tagged differential-privacy, and is NOT PRIVATE.")
-    beside = f", and its {len(made)} private evaluations are on record" if made else ""
-    return f"its statement, table and {len(report.caveats)} limitations are the report's{beside}"
+    beside = f", {len(made)} private evaluations on record" if made else ""
+    _, _, behind = stated.partition("\n## Limitations")
+    own = [name for name in re.findall(r"(?m)^ {0,3}##+ +(.*)", behind) if name not in _WRITTEN]
+    return (
+        f"its statement, table{beside} and {len(report.caveats)} limitations are the report's; the "
+        f"rest is its author's{': ' * bool(own)}{', '.join(own)}"
+    )
 
 
-_SECTIONS = ("## Privacy", "## Evaluated on private rows", "## Limitations")
-_NAME = re.compile(r'Tokenizer\.from_pretrained\("([^"]+)"\)')
-_SPEAKS = re.compile(r"(?:epsilon|\beps\b|\u03b5|\u03f5).{0,40}\d|\d.{0,12}differential", re.I)
-_HIDES = re.compile(r"<(?!/?(?:img|a|br)\b|https?:)[!/a-z]", re.I)
+_WRITTEN, _NEXT = ("Results", "How to use", "How to verify", "Settings"), "\n## "
 
 
-def _claims(card: str) -> list[str]:
-    """The lines of a card that speak of privacy, or could hide that others do, in their order."""
-    section, claims = "", list[str]()
-    for line in map(str.strip, card.splitlines()):
-        if line.startswith("## "):
-            section = line
-        own = section in _SECTIONS or not (section or line.startswith("# "))
-        if line and (own or _SPEAKS.search(line) or _HIDES.search(line)):
-            claims.append(line)
-    return claims
+def _other_words(
+    stated: str, report: PrivacyReport, made: Sequence[PrivateEvaluation]
+) -> str | None:
+    """Where a card does not begin with its claims: what it says and what it should; else None."""
+    from hf_dpzero.reporting.model_card import model_card
+
+    _, _, written = model_card(report, evaluations=made).text.strip().partition("\n")
+    before, limits, after = written.partition("\n## Limitations\n")
+    wanted = f"{before}{limits}{after.partition(_NEXT)[0]}{_NEXT}".split()
+    found = [*stated.split(), _NEXT.strip()][: len(wanted)]
+    at = next((i for i, word in enumerate(wanted) if word not in found[i : i + 1]), None)
+    if at is None:
+        return None
+    said, meant = (" ".join(words[max(at - 2, 0) : at + 6]) for words in (found, wanted))
+    return f"{said!r} where the report says {meant!r}"
 
 
 def _page_follows(html: Path, folder: Path, report: PrivacyReport, trajectory: Trajectory) -> bool:

@@ -25,18 +25,12 @@ from hf_dpzero.ledger.log_file import write_atomically
 from hf_dpzero.reporting.model_card import PLOT_FILE, model_card, task_of
 from hf_dpzero.reporting.page import PAGE_FILE, report_page
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.private_evaluations import (
-    EVALUATIONS_FILE,
-    PrivateEvaluation,
-    evaluations_in,
-)
+from hf_dpzero.reporting.private_evaluations import EVALUATIONS_FILE, evaluations_in
 from hf_dpzero.reporting.public import RECIPE_FILE, public_recipe, public_results, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing, check_weights
 from hf_dpzero.reporting.weights import SHARDS, WEIGHTS, weight_files
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
-
     from hf_dpzero.ledger.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -342,18 +336,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _write_card(
     folder: Path, report: PrivacyReport, trajectory: Trajectory, repo_id: str | None
 ) -> None:
-    card = card_of(folder, report, trajectory, repo_id, evaluations_in(folder))
-    write_atomically(folder / CARD_FILE, card.content)
-
-
-def card_of(
-    folder: Path,
-    report: PrivacyReport,
-    trajectory: Trajectory,
-    repo_id: str | None = None,
-    evaluations: Sequence[PrivateEvaluation] = (),
-) -> ModelCard:
-    """The card of the run whose files `folder` holds, from what of them is public."""
+    """Writes the card of the run whose files `folder` holds, from what of them is public."""
     recipe = public_recipe(_read_text(folder / RECIPE_FILE))
     settings = recipe_settings(recipe)
     adapter, config = _read_json(folder / ADAPTER_FILE), _read_json(folder / "config.json")
@@ -361,7 +344,7 @@ def card_of(
     dataset, task = settings.get("dataset_name"), settings.get("task")
     if not dataset or settings.get("train_file"):  # rows of one's own: the task, or its file's name
         dataset = Path(task).stem if task else None
-    return model_card(
+    card = model_card(
         report,
         base_model=(
             settings.get("model_name_or_path")
@@ -379,8 +362,9 @@ def card_of(
         model_type=config.get("model_type"),
         template=settings.get("template"),
         plot=(folder / PLOT_FILE).is_file(),
-        evaluations=evaluations,
+        evaluations=evaluations_in(folder),
     )
+    write_atomically(folder / CARD_FILE, card.content)
 
 
 def write_page(

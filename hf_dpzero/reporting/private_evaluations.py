@@ -54,6 +54,10 @@ class PrivateEvaluation:
     privacy_unit: str = EXAMPLE
     budget_entry: str = ""
 
+    def __post_init__(self) -> None:
+        for text in (self.rows, self.metric, self.noise_source, self.privacy_unit):
+            check_printed(text)
+
     @property
     def mechanism(self) -> PrivateCount:
         """What the count was released by."""
@@ -108,6 +112,15 @@ class PrivateEvaluation:
         return "row" if self.privacy_unit == EXAMPLE else self.privacy_unit
 
 
+def check_printed(text: str) -> None:
+    """Refuses a name that could be more than a name where a card prints it."""
+    if not text.isprintable() or set(text) & set("`<>|") or len(text) > 200:
+        raise ValueError(
+            f"{text[:80]!r} is printed on cards: give a name of at most 200 letters, on one line and "
+            "without ` < > |."
+        )
+
+
 def _percent(low: float, high: float | None = None) -> str:
     """One share to a tenth of a point; of an interval the ends are rounded outwards."""
     if high is None:
@@ -153,8 +166,8 @@ def together(report: PrivacyReport | None, evaluations: Sequence[PrivateEvaluati
 
     Pure epsilons add up (basic composition), as if all evaluations were on the same rows. A row that was
     either trained on or evaluated is protected by the larger epsilon (parallel composition): the other
-    part does not change with it. One that was both is protected by the sum. What protects a unit
-    protects each of its rows.
+    part does not change with it. One that was both is protected by the sum; equal rows are refused only
+    where those that were trained on are at hand. What protects a unit protects each of its rows.
     """
     units = {made.privacy_unit: made.unit for made in evaluations}
     protected, unit = units.popitem() if len(units) == 1 else (EXAMPLE, "row")
@@ -181,5 +194,5 @@ def together(report: PrivacyReport | None, evaluations: Sequence[PrivateEvaluati
     whole = round_up(max(report.epsilon, spent))
     return (
         f"{words} With the training: epsilon = {whole}{end} for each {unit} that was trained on or "
-        f"evaluated. None was both, value for value; a changed copy spends {both}."
+        f"evaluated and not both, {both} for one that was both."
     )

@@ -23,6 +23,7 @@ from hf_dpzero.reporting.budget_file import Charge
 from hf_dpzero.reporting.private_evaluations import (
     PrivateEvaluation,
     append_evaluation,
+    check_printed,
     evaluations_in,
 )
 from hf_dpzero.run_folder.left_on_disk import note_caches
@@ -82,6 +83,7 @@ def evaluate_privately(
         rows, several processes, no budget left.
       OSError: the record cannot be written; nothing was released.
     """
+    check_printed(rows)
     mechanism = PrivateCount(epsilon)
     made = _checked(self, dataset, trained_on)
     counted = _one_of_each_unit(dataset, made, self.args.unit_column)

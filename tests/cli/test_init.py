@@ -137,7 +137,8 @@ def test_a_starter_without_public_rows_trains_and_is_evaluated(
     assert "epsilon = 2, " in found["together"]  # the larger of the two, not the sum
     if people:
         assert (
-            "for each who with all its rows that was trained on or evaluated" in found["together"]
+            "for each who with all its rows that was trained on or evaluated and not both"
+            in found["together"]
         )
         table = pd.read_json("mine.jsonl", lines=True).assign(review="other words")
         table.to_json("again.jsonl", orient="records", lines=True)

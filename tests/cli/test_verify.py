@@ -146,6 +146,23 @@ def line_of(folder: Path, old: str, new: str, name: str = CARD) -> None:
     (folder / name).write_text(text.replace(old, new, 1))
 
 
+def evaluated(folder: Path, rows: str) -> None:
+    """A private evaluation of rows with such a name, written by hand."""
+    made = {
+        "num_rows": 9, "metric": "accuracy", "step": 6, "epsilon": 0.5, "sensitivity": 1,
+        "noise_source": "os_entropy_exact", "trained_on": False, "released": 7,
+    }  # fmt: skip
+    (folder / EVALUATIONS_FILE).write_text(json.dumps({"rows": rows, **made}) + "\n")
+
+
+def fewer_of_rows(folder: Path) -> None:
+    """Epsilon of ten rows is said to be half a per cent less than it is."""
+    terms = json.loads((folder / REPORT).read_text())["other_terms"]
+    terms["epsilon_of_rows"]["10"] *= 0.995
+    report_of(folder, other_terms=terms)
+
+
+SCORE = "<h2>Evaluation</h2><p>Epsilon, corrected: 0.1</p>"
 CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "weights": (weights_of, "weights", "changed or replaced after the run saved them"),
     "weights and report": (weights_and_report, "weights", "not what the trajectory gives"),
@@ -159,14 +176,19 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "damaged log": (a_byte_of_the_log, "log", "checksum"),
     "a release": (a_release, "weights", "not what the trajectory gives"),
     "more noise": (more_noise_than_was, "noise", "it is not the plan that ran"),
-    "card": (lambda f: line_of(f, "(spent) | ", "(spent) | 0."), "card", "does not say '| epsilon"),
-    "card's row": (lambda f: line_of(f, "| delta |", "|delta|0|\n| delta |"), "card", "'|delta|0|'"),
+    "card": (lambda f: line_of(f, "(spent) | ", "(spent) | 0."), "card", "(spent) | 0."),
+    "card's row": (lambda f: line_of(f, "| delta |", "|delta|0|\n| delta |"), "card", "|delta|0|"),
     "card's limits": (lambda f: line_of(f, ": The loss, class", ": Class"), "card", "The loss, class"),
-    "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "'<!--'"),
-    "card's fold": (lambda f: line_of(f, "## Priv", "<Details>\n\n## Priv"), "card", "'<Details>'"),
-    "card's top": (lambda f: line_of(f, "## Priv", "So: 0.1\n\n## Priv"), "card", "says 'So: 0.1'"),
-    "card's end": (lambda f: line_of(f, "## Limi", "## So\n\nε = 0.1\n\n## Limi"), "card", "'ε = 0.1'"),
-    "card's twin": (lambda f: line_of(f, "## Limi", "## Privacy\n\n## Limi"), "card", "says twice"),
+    "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "<!-- ## Limi"),
+    "card's top": (lambda f: line_of(f, "## Priv", "So: 0.1\n\n## Priv"), "card", "So: 0.1"),
+    "card's title": (lambda f: line_of(f, "# base", "# <a hidden>"), "card", "no title of one line"),
+    "card's fence": (lambda f: line_of(f, "## Limi", "~~~\n## Limi"), "card", "~~~"),
+    "no end": (lambda f: line_of(f, "## How", "So: 0.1\n\n## How"), "card", "So: 0.1"),
+    "name": (lambda f: evaluated(f, "a)\n```\n\nepsilon = 0.1"), "card", "private evaluations"),
+    "recipe": (lambda f: (f / "recipe.yaml").write_text("target_epsilon: 1"), "report", "says target_"),
+    "package": (lambda f: report_of(f, versions={"x": "1 |\n| epsilon | 0.1"}), "report", "no package"),
+    "fewer": (lambda f: fewer_of_rows(f), "report", "other_terms"),
+    "page's score": (lambda f: line_of(f, "<h2>Me", f"{SCORE}<h2>Me", PAGE), "card", "its curves"),
     "page": (lambda f: line_of(f, "<td>1.", "<td>0.", PAGE), "card", f"{PAGE} claims"),
     "page's top": (lambda f: line_of(f, "<h1>", "0.1<h1>", PAGE), "card", f"{PAGE} claims"),
     "page's style": (lambda f: line_of(f, "</style>", "*{}</style>", PAGE), "card", f"{PAGE} claims"),
@@ -193,11 +215,11 @@ OWN = """
 
 ## Our use\r
 
-![badge](https://example.org/a.svg) <img src="b.png"> see <https://example.org>\r
-Fran\u00e7ais : mod\u00e8le entra\u00een\u00e9 en 2026.\r
+![badge](https://example.org/a.svg) <b>us</b> <me@example.org> x <y: epsilon = 2 is what we chose.\r
+Fran\u00e7ais : confidentialit\u00e9 diff\u00e9rentielle.\r
 
 ```bibtex
-@article{a, title={Differentially private fine-tuning}, year={2026}}
+@article{a, title={Differential Privacy}, year={2026}}
 ```
 """
 
@@ -208,7 +230,9 @@ def test_words_of_ones_own_beside_the_claims_are_free(published, base, tmp_path,
     line_of(folder, "# base", "# Our model")
     line_of(folder, "## How to use", f"{OWN}\n## How to use")
     line_of(folder, "tags:", "license: mit\ntags:")
-    assert verified(capsys, folder, "--base", base)[0] == 0
+    (folder / CARD).write_text("\ufeff" + (folder / CARD).read_text())
+    status, found = verified(capsys, folder, "--base", base)
+    assert status == 0 and found["card"][1].endswith("its author's: Our use")
 
 
 def test_another_base_or_none_is_refused(published, base, tmp_path, capsys, monkeypatch):
@@ -283,9 +307,9 @@ def test_the_card_states_the_private_evaluations_on_record(published, base, tmp_
     assert status == 1 and "before the last of the 1 private evaluations" in found["card"][1]
     write_model_card(folder)
     status, found = verified(capsys, folder, "--base", base)
-    assert status == 0 and "its 1 private evaluations are on record" in found["card"][1]
+    assert status == 0 and "1 private evaluations on record" in found["card"][1]
     (folder / EVALUATIONS_FILE).unlink()
-    assert "README.md says" in verified(capsys, folder, "--base", base)[1]["card"][1]
+    assert "says below its title" in verified(capsys, folder, "--base", base)[1]["card"][1]
 
 
 def test_a_claim_below_the_second_accountants_is_refused(published):

@@ -83,7 +83,10 @@ def test_a_run_without_public_rows_is_evaluated_on_what_it_held_out(trained, cap
     found = json.loads(capsys.readouterr().out)
     report = json.loads((trained / "out" / "privacy_report.json").read_text())
     assert found["num_rows"] + report["num_examples"] == 60 and 0 < found["num_rows"] < 60
-    assert "for each row that was trained on or evaluated. None was both" in found["together"]
+    assert (
+        "for each row that was trained on or evaluated and not both, epsilon = "
+        in found["together"]
+    )
     assert "eval_accuracy" not in json.loads((trained / "out" / "all_results.json").read_text())
     key = trained / "out" / "_private" / "holdout.json"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
