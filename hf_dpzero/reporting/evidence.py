@@ -251,7 +251,7 @@ def _other_words(
     _, _, written = model_card(report, evaluations=made).text.strip().partition("\n")
     before, limits, after = written.partition("\n## Limitations\n")
     wanted = f"{before}{limits}{after.partition(_NEXT)[0]}{_NEXT}".split()
-    found = [*stated.split(), _NEXT.strip()][: len(wanted)]
+    found = [*stated.split(), _NEXT.strip()]
     at = next((i for i, word in enumerate(wanted) if word not in found[i : i + 1]), None)
     if at is None:
         return None
