@@ -1,7 +1,7 @@
 """Differential privacy of a run: noise, sampling, mechanisms, events, accounting, plan.
 
 Promise: the sampler, mechanism and relation that run are the ones that are accounted, and a combination
-without a sound account is refused. That is of the classes here: a subclass that clips, samples or noises in
+without a sound account is refused. That is of the classes here: a subclass that clips or samples in
 another way is accounted as its parent. Imports numpy, dp-accounting and OpenDP, torch for tensors in and
 out, and nothing of this package. Start at `plan.PrivacyPlan`, which holds a part of each kind:
 
