@@ -22,7 +22,7 @@ from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.reporting.hub import CARD_FILE, page_of
 from hf_dpzero.reporting.page import PAGE_FILE, without_curves
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, evaluations_in
+from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, evaluations_in, together
 from hf_dpzero.reporting.public import RECIPE_FILE, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
 from hf_dpzero.reporting.weights import weight_files
@@ -53,7 +53,8 @@ def unchecked(folder: Path) -> list[str]:
     return [*UNCHECKED[:-1], f"{UNCHECKED[-1]}: {', '.join(others) or 'none is here'}"]
 
 
-_VERSION = re.compile(r"[\w.-]{1,40} [\w.+!-]{1,60}")
+_VERSION = re.compile(r"(?:hf_dpzero|torch|transformers|dp_accounting|opendp|numpy) [\w.+!-]{1,60}")
+_CLAIM = re.compile(r"[|<>*`\[\]]|eps|delta|private|\u03b5|\u03b4", re.I)
 
 
 class NotChecked(Exception):
@@ -120,13 +121,20 @@ def report_holds(folder: Path) -> str:
     for package in map(" ".join, stated.versions.items()):
         if not _VERSION.fullmatch(package):
             raise ValueError(f"{REPORT_FILE} names {package!r}, which is no package and version.")
+    of_log = ("learning_rate", "processes", "noise_source", "direction", "privacy_unit")
+    for name, value in ((name, getattr(stated, name) or "") for name in of_log):
+        if _CLAIM.search(value):  # words that go into sentences, by a log that its publisher wrote
+            raise ValueError(
+                f"{REPORT_FILE} says {name}: {value[:80]!r}, which no run of ours does."
+            )
     for text in (stated.statement, *stated.caveats, *map(" ".join, stated.rows())):
-        if not text.isprintable() or "<" in text:  # of a log that its publisher wrote
+        if not text.isprintable() or "<" in text:
             raise ValueError(f"{REPORT_FILE} says {text[:80]!r}, with line ends or HTML in it.")
     recipe = folder / RECIPE_FILE
     settings = recipe_settings(recipe.read_text("utf-8")) if recipe.is_file() else {}
-    for name in ("target_epsilon", "neighboring_relation") if stated.tuning in WORDS else ():
-        if settings.get(name) not in (None, value := getattr(stated, name)):
+    for name in ("target_epsilon", "neighboring_relation") if stated.private else ():
+        value = getattr(stated, name)  # a sweep's target is another one
+        if stated.tuning in WORDS and value and settings.get(name) not in (None, value):
             raise ValueError(
                 f"{RECIPE_FILE} says {name}: {settings[name]}, and {REPORT_FILE} {value}."
             )
@@ -230,12 +238,19 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
         raise ValueError(f"{PAGE_FILE} claims what {REPORT_FILE} does not.")
     if not report.private and "differential-privacy" in (card.data.to_dict().get("tags") or ()):
         raise ValueError(f"{CARD_FILE} is tagged differential-privacy, and is NOT PRIVATE.")
-    beside = f", {len(made)} private evaluations on record" if made else ""
+    beside, joint = "", ""
+    if made:
+        beside, joint = (
+            f", {len(made)} private evaluations on record",
+            f". {together(report, made)}",
+        )
     _, _, behind = stated.partition("\n## Limitations")
-    own = [name for name in re.findall(r"(?m)^ {0,3}##+ +(.*)", behind) if name not in _WRITTEN]
+    own = [title] * bool(re.search("eps|\u03b5|differential", title, re.I)) + [
+        name for name in re.findall(r"(?m)^ {0,3}##+ +(.*)", behind) if name not in _WRITTEN
+    ]
     return (
         f"its statement, table{beside} and {len(report.caveats)} limitations are the report's; the "
-        f"rest is its author's{': ' * bool(own)}{', '.join(own)}"
+        f"rest is its author's{': ' * bool(own)}{', '.join(own)}{joint}"
     )
 
 
@@ -250,13 +265,18 @@ def _other_words(
 
     _, _, written = model_card(report, evaluations=made).text.strip().partition("\n")
     before, limits, after = written.partition("\n## Limitations\n")
-    wanted = f"{before}{limits}{after.partition(_NEXT)[0]}{_NEXT}".split()
-    found = [*stated.split(), _NEXT.strip()]
-    at = next((i for i, word in enumerate(wanted) if word not in found[i : i + 1]), None)
-    if at is None:
+    wanted = _lines(f"{before}{limits}{after.partition(_NEXT)[0].rstrip()}\n\n")
+    found = _lines(stated)
+    at = next((i for i, line in enumerate(wanted) if line not in found[i : i + 1]), len(wanted))
+    if at == len(wanted) and next(filter(None, found[at:]), "## ").startswith("## "):
         return None
-    said, meant = (" ".join(words[max(at - 2, 0) : at + 6]) for words in (found, wanted))
-    return f"{said!r} where the report says {meant!r}"
+    said, meant = (" ".join(lines[at : at + 1]) for lines in (found, wanted))
+    return f"{said[:200]!r} where the report has {meant[:200]!r}"
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as Markdown sees them, of which white space at the end says nothing."""
+    return [line.rstrip() for line in [*text.rstrip().splitlines(), ""]]
 
 
 def _page_follows(html: Path, folder: Path, report: PrivacyReport, trajectory: Trajectory) -> bool:

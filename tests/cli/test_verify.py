@@ -28,7 +28,7 @@ from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to
 
 CARD, LOG, REPORT = "README.md", "trajectory.safetensors", "privacy_report.json"
-PAGE = "report.html"
+PAGE, RECIPE = "report.html", "recipe.yaml"
 
 
 def loaded(base: Path) -> Any:
@@ -162,6 +162,25 @@ def fewer_of_rows(folder: Path) -> None:
     report_of(folder, other_terms=terms)
 
 
+def in_one_row(folder: Path) -> None:
+    """White space alone: cells beyond the header's are not shown."""
+    text = (folder / CARD).read_text()
+    start, end = text.index("| epsilon (spent)"), text.index("## How to use")
+    joined = " ".join(text[start:end].split())
+    (folder / CARD).write_text(f"{text[:start]}{joined}\n\n{text[end:]}")
+
+
+def of_the_log(folder: Path, name: str, value: str) -> None:
+    """Log, report and card that agree with one another."""
+    log, digest = Trajectory.load(folder / LOG), PrivacyReport.load(folder).weights_digest
+    log.header[name] = value
+    log.to_safetensors(folder / LOG)
+    report = PrivacyReport.from_header(log.header, steps=6, delta=1e-3, in_other_terms=True)
+    replace(report, weights_digest=digest).save(folder)
+    write_model_card(folder)
+
+
+CLAIMS = "report.html claims"
 SCORE = "<h2>Evaluation</h2><p>Epsilon, corrected: 0.1</p>"
 CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "weights": (weights_of, "weights", "changed or replaced after the run saved them"),
@@ -179,20 +198,25 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "card": (lambda f: line_of(f, "(spent) | ", "(spent) | 0."), "card", "(spent) | 0."),
     "card's row": (lambda f: line_of(f, "| delta |", "|delta|0|\n| delta |"), "card", "|delta|0|"),
     "card's limits": (lambda f: line_of(f, ": The loss, class", ": Class"), "card", "The loss, class"),
-    "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "<!-- ## Limi"),
+    "one row": (in_one_row, "card", "| epsilon (spent) |"),
+    "unit": (lambda f: of_the_log(f, "privacy_unit", "man (epsilon: 0.1)"), "report", "no run of ours"),
+    "rate": (lambda f: of_the_log(f, "learning_rate", "1 | epsilon | 0.1"), "report", "no run of ours"),
+    "page's figure": (lambda f: line_of(f, "<svg", "<svg><p hidden></svg><svg", PAGE), "card", CLAIMS),
+    "page's text": (lambda f: line_of(f, "<svg", "<svg><p>e&#112;</p></svg><svg", PAGE), "card", CLAIMS),
+    "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "'<!--'"),
     "card's top": (lambda f: line_of(f, "## Priv", "So: 0.1\n\n## Priv"), "card", "So: 0.1"),
     "card's title": (lambda f: line_of(f, "# base", "# <a hidden>"), "card", "no title of one line"),
     "card's fence": (lambda f: line_of(f, "## Limi", "~~~\n## Limi"), "card", "~~~"),
     "no end": (lambda f: line_of(f, "## How", "So: 0.1\n\n## How"), "card", "So: 0.1"),
     "name": (lambda f: evaluated(f, "a)\n```\n\nepsilon = 0.1"), "card", "private evaluations"),
-    "recipe": (lambda f: (f / "recipe.yaml").write_text("target_epsilon: 1"), "report", "says target_"),
+    "recipe": (lambda f: (f / RECIPE).write_text("neighboring_relation: 1"), "report", "says neigh"),
     "package": (lambda f: report_of(f, versions={"x": "1 |\n| epsilon | 0.1"}), "report", "no package"),
     "fewer": (lambda f: fewer_of_rows(f), "report", "other_terms"),
-    "page's score": (lambda f: line_of(f, "<h2>Me", f"{SCORE}<h2>Me", PAGE), "card", "its curves"),
+    "page's score": (lambda f: line_of(f, "<h2>Me", f"{SCORE}<h2>Me", PAGE), "card", CLAIMS),
     "page": (lambda f: line_of(f, "<td>1.", "<td>0.", PAGE), "card", f"{PAGE} claims"),
     "page's top": (lambda f: line_of(f, "<h1>", "0.1<h1>", PAGE), "card", f"{PAGE} claims"),
     "page's style": (lambda f: line_of(f, "</style>", "*{}</style>", PAGE), "card", f"{PAGE} claims"),
-    "page's curve": (lambda f: line_of(f, "<svg", "<svg><b/></svg><svg", PAGE), "card", "its curves"),
+    "page's curve": (lambda f: line_of(f, "<svg", "<svg><b/></svg><svg", PAGE), "card", CLAIMS),
     "twice": (lambda f: line_of(f, "{", '{"epsilon": 0.1,', REPORT), "report", "stands there twice"),
     "card's header": (lambda f: line_of(f, "tags:", "tags: :"), "card", ""),
 }  # fmt: skip

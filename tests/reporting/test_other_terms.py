@@ -162,15 +162,15 @@ def test_the_file_is_verified_in_other_terms_too(tmp_path: Path):
         report_holds(folder)
 
 
-@pytest.mark.parametrize("factor", [0.995, 1.005, 0.98])
+@pytest.mark.parametrize("factor", [0.995, 1.005, 1.02])
 def test_a_bound_on_another_grid_is_of_the_same_run(tmp_path: Path, factor: float):
-    # 0.4 % is the most by which a coarser grid moved one; 2 % is another number
+    # 0.4 % is the most by which a coarser grid raised one; less, or 2 % more, is another number
     report = report_of(plan_of(), in_other_terms=True)
     rows = {**report.other_terms["epsilon_of_rows"]}
     rows["2"] *= factor
     other = dataclasses.replace(report, other_terms={**report.other_terms, "epsilon_of_rows": rows})
     folder = write_run(tmp_path / "run", plan_of(), other)
-    if factor == 0.98:
+    if factor != 1.005:
         with pytest.raises(ValueError, match="not of the same run .*other_terms"):
             report_holds(folder)
     else:

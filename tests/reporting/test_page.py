@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from finished_runs import report_of, trajectory_of, write_run
@@ -131,15 +132,14 @@ def test_evaluations_of_private_rows_are_on_the_page(tmp_path: Path) -> None:
     plan = plan_of()
     folder = leave_run(tmp_path / "run", plan)
     assert "Evaluation on private rows" not in page_of(folder).text
-    made = PrivateEvaluation(
-        **{"rows": EVIL, "num_rows": 100, "metric": "accuracy", "step": STEPS, "epsilon": 0.5},
-        **{
-            "sensitivity": 1,
-            "noise_source": "os_entropy_exact",
-            "trained_on": False,
-            "released": 61,
-        },
-    )
+    facts: dict[str, Any] = {
+        "num_rows": 100, "metric": "accuracy", "step": STEPS, "epsilon": 0.5, "sensitivity": 1,
+        "noise_source": "os_entropy_exact", "trained_on": False, "released": 61,
+    }  # fmt: skip
+    for name in (EVIL, "a`b", "two\nlines", "x" * 201):
+        with pytest.raises(ValueError, match="printed on cards"):
+            PrivateEvaluation(rows=name, **facts)
+    made = PrivateEvaluation(rows="wards & wings", **facts)
     append_evaluation(folder, made)
     shipped = build_hub_folder(folder, tmp_path / "hub")
     write_model_card(folder)
