@@ -54,7 +54,7 @@ def unchecked(folder: Path) -> list[str]:
 
 
 _VERSION = re.compile(r"(?:hf_dpzero|torch|transformers|dp_accounting|opendp|numpy) [\w.+!-]{1,60}")
-_CLAIM = re.compile(r"[|<>*`\[\]]|eps|delta|private|\u03b5|\u03b4", re.I)
+_CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|\u03b5|differential", re.I)
 
 
 class NotChecked(Exception):
@@ -218,7 +218,7 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
         raise NotChecked(f"there is no {CARD_FILE}")
     card, made = ModelCard((folder / CARD_FILE).read_text("utf-8-sig")), evaluations_in(folder)
     title, _, stated = card.text.strip().partition("\n")
-    if not title.startswith("# ") or "<" in title:
+    if not title.startswith("# ") or "<" in title or not title.isprintable():
         raise ValueError(
             f"{CARD_FILE} begins with {title!r}, which is no title of one line of text."
         )

@@ -206,6 +206,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "'<!--'"),
     "card's top": (lambda f: line_of(f, "## Priv", "So: 0.1\n\n## Priv"), "card", "So: 0.1"),
     "card's title": (lambda f: line_of(f, "# base", "# <a hidden>"), "card", "no title of one line"),
+    "card's direction": (lambda f: line_of(f, "# base", "# \u202eesab"), "card", "no title of one line"),
     "card's fence": (lambda f: line_of(f, "## Limi", "~~~\n## Limi"), "card", "~~~"),
     "no end": (lambda f: line_of(f, "## How", "So: 0.1\n\n## How"), "card", "So: 0.1"),
     "name": (lambda f: evaluated(f, "a)\n```\n\nepsilon = 0.1"), "card", "private evaluations"),
