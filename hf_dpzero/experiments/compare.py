@@ -7,7 +7,6 @@ and accountant states a valid epsilon, so methods may differ in those.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_dpzero.estimators.ghost_clipping import opacus_rules
 from hf_dpzero.experiments import runner
 from hf_dpzero.experiments.results import Record, Row, Run, aggregate
 from hf_dpzero.experiments.runner import Attempt, Start, Workspace
@@ -146,12 +146,8 @@ def build_grid(
         raise ValueError("there are no epsilons; give e.g. --epsilons 2,6.")
     _refuse_repeats("methods (by name)", [method.name for method in compared])
     _check_comparable(compared)
-    per_example = [m.name for m in compared if m.private and m.recipe.training.first_order]
-    if per_example and importlib.util.find_spec("opacus") is None:
-        raise ValueError(
-            f"methods {', '.join(per_example)} need per-example gradients, and opacus is not installed: "
-            "pip install opacus (in a checkout pip install -e '.[first-order]'), or leave them out."
-        )
+    if any(method.private and method.recipe.training.first_order for method in compared):
+        opacus_rules()  # refuses before the first run where it is not installed
     # Seeds outermost: an interrupted comparison has compared all methods on those it finished.
     runs = [
         method.at(epsilon, seed)

@@ -21,7 +21,7 @@ from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.privacy.selection import WORDS
 from hf_dpzero.reporting.hub import CARD_FILE, page_of
 from hf_dpzero.reporting.page import PAGE_FILE, without_curves
-from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
+from hf_dpzero.reporting.privacy_report import PACKAGES, REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, evaluations_in, together
 from hf_dpzero.reporting.public import RECIPE_FILE, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
@@ -53,7 +53,7 @@ def unchecked(folder: Path) -> list[str]:
     return [*UNCHECKED[:-1], f"{UNCHECKED[-1]}: {', '.join(others) or 'none is here'}"]
 
 
-_VERSION = re.compile(r"(?:hf_dpzero|torch|transformers|dp_accounting|opendp|numpy) [\w.+!-]{1,60}")
+_VERSION = re.compile(rf"(?:{'|'.join(PACKAGES).replace('-', '_')}) [\w.+!-]{{1,60}}")
 _CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|\u03b5|differential", re.I)
 
 
@@ -208,7 +208,7 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
     """Compares what the card says of privacy with the report and the record of private evaluations.
 
     A card begins, below its title, with the statement, the table, private evaluations and limitations,
-    word for word, so nothing of its author's stands before them or could hide them; what follows is the
+    line for line, so nothing of its author's stands before them or could hide them; what follows is the
     author's. Only a private run has the tag. `report.html`, where it is there, is compared but for
     curves and scores.
     """
@@ -245,7 +245,7 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
             f". {together(report, made)}",
         )
     _, _, behind = stated.partition("\n## Limitations")
-    own = [title] * bool(re.search("eps|\u03b5|differential", title, re.I)) + [
+    own = [title] * bool(re.search("epsilon|\u03b5|differential", title, re.I)) + [
         name for name in re.findall(r"(?m)^ {0,3}##+ +(.*)", behind) if name not in _WRITTEN
     ]
     return (

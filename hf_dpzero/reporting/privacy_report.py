@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "privacy_report.json"
 
-_PACKAGES = ("hf-dpzero", "torch", "transformers", "dp-accounting", "opendp", "numpy")
+PACKAGES = ("hf-dpzero", "torch", "transformers", "dp-accounting", "opendp", "numpy")
 _REPEATED: Mapping[str, Any] = {
     "privacy_unit": EXAMPLE, "tuning": "none", "earlier_runs": [], "base_weights": NOT_COMPARED,
     "learning_rate": None, "forward_passes": "", "processes": "", "set_aside": {}, "budget": {},
@@ -357,7 +357,9 @@ class PrivacyReport:
         older = dict.fromkeys(("groups", "forward_passes", "processes"), "")
         since: dict[str, Any] = {"learning_rate": None, "shipped_step": None, "average_last": 1}
         since |= {"set_aside": {}, "budget": {}, "other_terms": {}, "deployment": ""}
-        since["noise_distribution"] = "laplace" if ", laplace noise" in str(values) else "gaussian"
+        since["noise_distribution"] = (
+            "laplace" if ", laplace noise" in values.get("statement", "") else "gaussian"
+        )
         since["caveat_grades"] = [GRADES[0]] * len(values.get("caveats", ()))
         values = {**since, **older, **values}
         expected = {field.name for field in fields(cls)}
@@ -462,7 +464,7 @@ class PrivacyReport:
 def versions() -> dict[str, str]:
     """Returns the versions of installed packages that a privacy claim rests on; not to be changed."""
     found = {}
-    for name in _PACKAGES:
+    for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name.replace("-", "_")] = importlib.metadata.version(name)
     return found

@@ -25,7 +25,9 @@ from transformers.utils import logging
 
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import (
+    NOISE_SCHEDULES,
     Factors,
+    Given,
     NoiseSchedule,
     factors_from_dict,
     noise_schedule_from_dict,
@@ -41,7 +43,7 @@ logger = logging.get_logger(__name__)
 _CALL = re.compile(r"\s*([a-z_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _ITEM = re.compile(r"\s*-\s+")  # of a YAML list; a sign has its number right behind it
 _SUFFIXES = (".json", ".csv", ".txt", ".yaml", ".yml")
-_NOISE = ("uniform", "exp", "gd", "momentum", "learning_rate", "subsampled")
+_NOISE = ("uniform", "gd", *(name for name in NOISE_SCHEDULES if name != Given.name))
 _FOLLOW_RATE = ("learning_rate", "subsampled")
 
 

@@ -21,7 +21,7 @@ from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
-from hf_dpzero.reporting.page import PAGE_FILE, report_page
+from hf_dpzero.reporting.page import PAGE_FILE, report_page, without_curves
 from hf_dpzero.reporting.private_evaluations import (
     PrivateEvaluation,
     append_evaluation,
@@ -237,3 +237,14 @@ def test_a_browser_opens_the_page(tmp_path: Path) -> None:
         check=True,
     )
     assert ran.stdout.split("\n")[0] == "Privacy report,3,0"  # and nothing on the console before it
+
+
+def test_curves_and_scores_are_left_out_of_a_comparison_and_nothing_else() -> None:
+    """Names and numbers of every sort that a metric may have; a claim among them stays."""
+    log = trajectory_of(plan := plan_of(), STEPS)
+    plain = without_curves(report_page(report_of(plan), log))
+    for name, value in (("top_5 (steps/all)", 0.5), ("loss", math.nan), ("loss", math.inf)):
+        history = [{"step": step, f"eval_{name}": value + step} for step in (0, 1, STEPS)]
+        assert without_curves(report_page(report_of(plan), log, history=history)) == plain
+    page = report_page(report_of(plan), log, history=history)
+    assert without_curves(page.replace(">loss<", ">Epsilon corrected<")) != plain

@@ -170,7 +170,7 @@ def test_files_hold_schedules(name, tmp_path):
     [
         (
             {"schedules.noise": "expo(0.9)"},
-            r"'expo\(0.9\)' is unknown; use one of uniform, exp, gd",
+            r"'expo\(0.9\)' is unknown; use one of uniform, gd, exp",
         ),
         ({"schedules.noise": "exp"}, "needs gamma"),
         ({"schedules.noise": "exp(gamma=2)"}, r"gamma=2.0 must be in \(0, 1\]"),
