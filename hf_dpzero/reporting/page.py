@@ -91,19 +91,17 @@ def report_page(
     )
 
 
-_NUMBER = r"(?:-?(?:nan|inf)|[\d.e+-]*)"
 _SVG = (
     r'<svg viewBox="0 0 680 195" role="img" aria-label="[^"<>&]*">\s*<rect(?: [a-z]+="\d+"){4}/>\s*'
-    rf'(?:<text x="[\d.-]+" y="[\d.naif-]+" text-anchor="(?:end|middle)">{_NUMBER}</text>\s*)*'
-    r'<polyline points="[\d.,\snaif-]*"/>\s*'
-    r'(?:<circle cx="[\d.-]+" cy="[\d.naif-]+" r="2.5"/>\s*)*</svg>\s*'
+    r'(?:<text x="[\d.-]+" y="[\d.-]+" text-anchor="(?:end|middle)">[\d.e+-]*</text>\s*)*'
+    r'<polyline points="[\d.,\s-]*"/>\s*(?:<circle cx="[\d.-]+" cy="[\d.-]+" r="2.5"/>\s*)*</svg>\s*'
 )
-_NAME = r"(?![^<]*(?:(?i:epsilon)|\u03b5))[\w .:/()%@-]{1,60}"
+_NAME = r"(?!\w*(?:(?i:epsilon)|\u03b5))\w+"  # as `public_results` lets through
 _SCORES = (
     r"<h2>Evaluation</h2>\s*<p>On evaluation rows; the claim above is about training rows.</p>\s*"
     rf"(?:<figure>\s*<figcaption>evaluation: {_NAME}</figcaption>\s*{_SVG}</figure>\s*)*<table>\s*"
     r"<tr><th>metric</th><th>at the start</th><th>at the end</th></tr>\s*"
-    rf"(?:<tr><td>{_NAME}</td>(?:<td>{_NUMBER}</td>){{2}}</tr>\s*)*</table>\s*"
+    rf"(?:<tr><td>{_NAME}</td>(?:<td>[\d.e+-]*</td>){{2}}</tr>\s*)*</table>\s*"
 )
 _DRAWN = re.compile(f"{_SCORES}|{_SVG}")
 

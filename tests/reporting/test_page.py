@@ -239,12 +239,12 @@ def test_a_browser_opens_the_page(tmp_path: Path) -> None:
     assert ran.stdout.split("\n")[0] == "Privacy report,3,0"  # and nothing on the console before it
 
 
-def test_curves_and_scores_are_left_out_of_a_comparison_and_nothing_else() -> None:
-    """Names and numbers of every sort that a metric may have; a claim among them stays."""
-    log = trajectory_of(plan := plan_of(), STEPS)
-    plain = without_curves(report_page(report_of(plan), log))
-    for name, value in (("top_5 (steps/all)", 0.5), ("loss", math.nan), ("loss", math.inf)):
-        history = [{"step": step, f"eval_{name}": value + step} for step in (0, 1, STEPS)]
-        assert without_curves(report_page(report_of(plan), log, history=history)) == plain
-    page = report_page(report_of(plan), log, history=history)
-    assert without_curves(page.replace(">loss<", ">Epsilon corrected<")) != plain
+def test_curves_and_scores_are_left_out_of_a_comparison_and_no_claim_is() -> None:
+    log, report = trajectory_of(plan := plan_of(), STEPS), report_of(plan)
+    history = [{"step": step, "eval_top_5_of_steps": -1e-9 * step} for step in (0, 1, STEPS)]
+    page = report_page(report, log, history=history)
+    plain = without_curves(report_page(report, log))
+    assert ">top_5_of_steps<" in page and without_curves(page) == plain
+    for claim in ("Epsilon", "a_\u03b5", "1 / 10", "<b>x</b>"):
+        changed = page.replace(">top_5_of_steps<", f">{claim}<")
+        assert without_curves(changed) != plain
