@@ -12,11 +12,11 @@ from typing import Any
 
 from hf_dpzero.recipes.arguments import ModelArguments
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.nested import NESTED
+from hf_dpzero.settings.nested import NESTED, PRIVATELY, ZEROTH
 from hf_dpzero.settings.setting import Allowed, Setting, settings_of
 from hf_dpzero.tasks.description import DataArguments
 from scripts.markdown import table
-from scripts.setting_costs import COSTS, INHERITED, Cost
+from scripts.setting_costs import COSTS, INHERITED, NOTHING, Cost
 from scripts.training_arguments import DOCS
 
 PAGE = DOCS / "settings.md"
@@ -41,23 +41,21 @@ _INTRODUCTION = """\
 
 Written by `python -m scripts.settings_reference`; those of `DPZeroConfig` say themselves what they cost.
 
-A recipe is a YAML file of these settings; those of `testing` and other nested ones stand below their
-name, `testing: {direction_key: 7}`, and on a command line `--testing.direction_key 7` or
-`--testing '{"direction_key": 7}'`. In a script a nested setting is a dict, its JSON, or the dataclass.
-There `DPZeroConfig` takes those of its own part,
-beside all fields of `TrainingArguments`, which have [a page of their own](training_arguments.md).
-`DPZeroSeq2SeqConfig` adds no setting of this package: it is `DPZeroConfig` with the fields of
-`Seq2SeqTrainingArguments`. On the command line each is an option: `--target_epsilon 2`.
+A recipe is a YAML file of these settings. Nested ones stand below their name,
+`testing: {direction_key: 7}`, on a command line `--testing.direction_key 7`; in a script one is a dict,
+its JSON, or the dataclass. `DPZeroConfig` and `DPZeroSeq2SeqConfig` also take all fields of
+[`TrainingArguments`](training_arguments.md) and `Seq2SeqTrainingArguments`.
 
-*Costs in privacy* says what a setting does to the budget: to epsilon, to the noise at the same epsilon,
-or to what is published. *Costs in time* includes memory. Letters are those of the
-[table of symbols](index.md#symbols).
+*Costs in privacy*: in epsilon, in noise at the same epsilon, or in what is published. *Costs in time*
+include memory. An empty cell: nothing. Private methods: dpzero, dpgd-0th, dp-sgd, dp-adamw; zeroth
+order: dpzero, dpgd-0th, mezo. Letters: [table of symbols](index.md#symbols).
 """
 _TITLES = {
     "DPZeroConfig": "`DPZeroConfig`",
     "ModelArguments": "`ModelArguments`, of recipes",
     "DataArguments": "`DataArguments`, of recipes",
 }
+_METHODS = {PRIVATELY: "Private methods", ZEROTH: "Zeroth order"}
 _HEAD = ("setting", "default", "values", "what it does", "costs in privacy", "costs in time")
 
 
@@ -97,7 +95,8 @@ def _table(rows: Iterable[tuple[str, Any, Any, Setting]]) -> str:
             words = allowed.words if isinstance(allowed, Allowed) else ""
             values = "; ".join(filter(None, (_kind(hint), words)))
         if described.needs and not text.startswith(described.needs[1][0]):
-            text += f". For `{described.needs[0]}`: {', '.join(described.needs[1])}"
+            needs = f"For `{described.needs[0]}`: {', '.join(described.needs[1])}"
+            text += f". {_METHODS.get(described.needs, needs)}"
         cells = (f"`{name}`", _default(default, described.none), values, text)
         lines.append([_cell(cell) for cell in (*cells, described.privacy, described.time)])
     return table(_HEAD, lines)
@@ -160,11 +159,12 @@ def _unit(unit: str) -> str:
 def _inherited() -> str:
     head = ("field", "what it does here", "costs in privacy", "costs in time")
     rows = [(f"`{n}`", text, cost.privacy, cost.time) for n, (text, cost) in INHERITED.items()]
-    return f"{table(head, rows)}\nAll others: [training arguments](training_arguments.md).\n"
+    cells = table(head, (map(_cell, row) for row in rows))
+    return f"{cells}\nAll others: [training arguments](training_arguments.md).\n"
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").rstrip(".")
+    return "" if text == NOTHING else text.replace("|", "\\|").rstrip(".")
 
 
 if __name__ == "__main__":

@@ -37,68 +37,57 @@ class ModelArguments:
       model_name_or_path: Hub id or local folder of the base model; `package:NAME/SUBFOLDER` is the
         folder SUBFOLDER inside the installed Python package NAME (weights that come through pip).
       model_revision: Hub branch, tag or commit; pin a commit to reproduce a number.
-      torch_dtype: "float32" (default), "bfloat16", "float16", or "auto": the one that the checkpoint
-        was saved in. Parameters of all three can be trained (half precision is perturbed and updated
-        with unbiased rounding); adapters are float32 in any case. Private runs of dpzero and
-        dpgd-0th evaluate losses in batches of fixed shapes, in every precision; dp-sgd and dp-adamw take
-        one example in each pass (microbatch_size: 1) where weights are half-precision or quantised, for
-        low-precision rounding depends on what else is in the batch. bfloat16 has float32's range;
-        float16 has the finer steps and overflows beyond 65504, and an example whose loss is not
-        finite counts as zero.
-      load_in_4bit: quantise the frozen base while it is loaded to 4 bits (NormalFloat, as QLoRA),
-        which takes an eighth of float32's memory; sums are computed in torch_dtype. Needs bitsandbytes
-        (the extra `quantization`) and peft_method lora or prefix, whose float32 weights
-        are what is trained.
+      torch_dtype: "float32" (default), "bfloat16", "float16", or "auto": the one that the
+        checkpoint was saved in. Parameters of all three can be trained; adapters are float32 in any
+        case. bfloat16 has float32's range; float16 has the finer steps and overflows beyond 65504,
+        and an example whose loss is not finite counts as zero.
+      load_in_4bit: quantise the frozen base to 4 bits (NormalFloat, as QLoRA); sums are computed in
+        torch_dtype. Needs bitsandbytes (the extra `quantization`) and peft_method lora or prefix.
       load_in_8bit: the same in 8 bits (LLM.int8()); products are computed in float16, so
         torch_dtype: float16 saves conversions.
-      device_map: null puts the whole model on one device; "auto" spreads it over the GPUs of one
-        process and offloads what does not fit to CPU memory, then to offload_folder; a mapping says
-        it by module, {model.embed_tokens: 0, model.layers: cpu, lm_head: disk}. Zeroth-order methods
-        only; weights that live elsewhere are perturbed as they come, a layer at a time.
+      device_map: "auto" spreads the model over the GPUs of one process and offloads what does not
+        fit to CPU memory, then to offload_folder; a mapping says it by module, {model.embed_tokens:
+        0, model.layers: cpu, lm_head: disk}. Zeroth-order methods only.
       offload_folder: on a disk with room for the offloaded weights, twice where they train.
       max_memory: what device_map="auto" may take of each, {0: 20GiB, cpu: 100GiB}.
-      architecture: "auto" takes the `AutoModelFor...` class of the task; "sentence_classifier"
-        puts pooling and a linear head on a bare encoder.
-      pooling: how a sentence_classifier turns token states into one vector: "mean" over the
-        attended tokens, the first token ("cls"), or the last one ("last"), which alone has read the
-        whole text in a decoder.
+      architecture: "auto" takes the `AutoModelFor...` class of the task; "sentence_classifier" puts
+        pooling and a linear head on a bare encoder.
+      pooling: of a sentence_classifier: "mean" over the attended tokens, the first ("cls"), or the
+        last ("last"), which alone has read the whole text in a decoder.
       normalize: scale the pooled vector to Euclidean length 1 before the head; with components,
         what they leave of it.
       features: the hidden states that are pooled: "last"; "all_layers", side by side, embeddings
-        first; or numbers of layers with commas, "18,22,26", 0 the embeddings. Layers above the
-        highest one are left out of the model. sentence_classifier only.
-      components: null shows the head the pooled vector; a number k the first k principal components of
-        it, each coordinate standardised and each component divided by the fourth root of its variance,
-        so that directions of small variance count. Fitted once on public_file, kept with the model.
-      public_file: texts (.jsonl, .json, .csv, .tsv or .parquet, in the task's columns, labels not
-        needed), more than `components` of them; public: none is the text of a training row.
+        first; or numbers of layers with commas, "18,22,26", 0 the embeddings. sentence_classifier
+        only.
+      components: the head sees so many principal components of the pooled vector, each coordinate
+        standardised and each component divided by the fourth root of its variance. Fitted once on
+        public_file, kept with the model.
+      public_file: more texts than `components`, in the task's columns, labels not needed; public:
+        none is the text of a training row.
       pair_features: what the head sees of a pair of texts: "joint" encodes both as one sequence;
         "siamese" encodes each alone, to a and b, and shows the head [a; b; |a - b|; a * b], four
         times as wide (Conneau et al. 2017, InferSent). sentence_classifier only; what a frozen
-        sentence encoder needs, since it was not trained on joint sequences.
-      head_init: start of the linear head: "random" (HF's initialiser), "zero", or "label_text":
-        row c is the embedding of `label_texts[c]`, which gives a zero-shot classifier
+        sentence encoder needs.
+      head_init: start of the linear head: "random" (HF's initialiser), "zero", or "label_text": row
+        c is the embedding of `label_texts[c]`, which gives a zero-shot classifier
         (sentence_classifier only).
       label_texts: one description for each label, in label order; for head_init=label_text. An
         entry may hold several phrasings separated by "|", whose embeddings are averaged.
-      logit_scale: the head's logits are multiplied by this; > 0. A larger scale makes losses
-        react more to the same perturbation. sentence_classifier only.
-      peft_method: null trains what `trainable` (of DPZeroConfig) selects, a regular expression
-        over parameter names: `^classifier` is the head of a sentence_classifier alone,
-        `layer\\.5\\.|^classifier` the last of six BERT layers and the head; "lora" trains adapters
-        and the head, "bitfit" the biases and the head, "prefix" a prefix and the head. With a prompt
-        there is no new head: they train the adapters, biases or prefix alone, and the pretrained
-        output matrix stays as it is.
+      logit_scale: the head's logits are multiplied by this; > 0. sentence_classifier only.
+      peft_method: null trains what `trainable` selects: `^classifier` is the head of a
+        sentence_classifier alone, `layer\\.5\\.|^classifier` the last of six BERT layers and the
+        head; "lora" trains adapters and the head, "bitfit" the biases and the head, "prefix" a
+        prefix and the head. With a prompt there is no new head, and the output matrix stays as it
+        is.
       lora_r: rank of the LoRA matrices, >= 1.
       lora_alpha: LoRA scale; the adapter is multiplied by lora_alpha / lora_r.
-      lora_target_modules: module names that get LoRA; null takes PEFT's default for the model.
-      num_virtual_tokens: length m of the trained prefix, >= 1; for peft_method=prefix. With a prompt
-        it starts as the keys and values of m tokens drawn from the vocabulary by `init_seed` (Li &
-        Liang 2021, Malladi et al. 2023), otherwise at N(0, 1). It takes m of the model's positions.
-      init_seed: seed of freshly drawn weights (random head, adapters), so that the base model of a
-        trajectory can be rebuilt from the recipe.
-      precompute_features: run a frozen encoder once over the data and train the rest on the
-        stored vectors. Only for models whose trainable part is behind a frozen encoder.
+      lora_target_modules: module names that get LoRA.
+      num_virtual_tokens: length m of the trained prefix, >= 1; for peft_method=prefix. With a
+        prompt it starts as the keys and values of m tokens drawn by `init_seed` (Li & Liang 2021),
+        otherwise at N(0, 1). It takes m of the model's positions.
+      init_seed: seed of freshly drawn weights (random head, adapters).
+      precompute_features: run a frozen encoder once over the data and train the rest on the stored
+        vectors.
     """
 
     model_name_or_path: str

@@ -77,11 +77,10 @@ _WORKS = {
     "dataloader_num_workers remove_unused_columns ddp_backend ddp_timeout do_train do_eval do_predict "
     "resume_from_checkpoint local_rank": "",
     "num_train_epochs": "ceil(n / expected_batch_size) steps an epoch; each row takes part about once",
-    "lr_scheduler_type": "also those that follow a metric: evaluation data is public, and rates are "
-    "logged",
+    "lr_scheduler_type": "also those that follow a metric: evaluation data is public",
     "label_smoothing_factor": "of the model's own classification and token losses, example by example",
-    "seed": "seeds the global generators; batches, directions and noise have keys of their own (mezo, "
-    "sgd and adamw: drawn batches and directions follow the seed)",
+    "seed": "of the global generators; batches, directions and noise have keys of their own (mezo, "
+    "sgd and adamw: batches and directions follow the seed)",
     "full_determinism": "the sampler's key and the noise stay secret and random",
     "ignore_data_skip": "always on: batches are a function of the step's number",
     "hub_private_repo": "True where it is not given",
@@ -93,26 +92,24 @@ _WORKS = {
 }
 _OTHER = {
     "fp16": "without a scaler in zeroth-order runs on CUDA; elsewhere it is bf16",
-    "gradient_accumulation_steps": "with per_device_train_batch_size and the number of processes it "
-    "makes expected_batch_size, where that is not given",
+    "gradient_accumulation_steps": "times per_device_train_batch_size times processes it makes "
+    "expected_batch_size, where that is not given",
     "save_only_model": "resuming from its checkpoints is refused",
     "logging_nan_inf_filter": "in evaluation only: the training loss is not logged",
-    "label_names": "for evaluation, and columns to keep; what is trained on is the head's objective",
+    "label_names": "for evaluation, and columns to keep; the head's objective is trained on",
     "accelerator_config dataloader_drop_last dataloader_pin_memory dataloader_persistent_workers "
     "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order": "in evaluation "
     "only: training has a data loader of its own",
 }
 _UNUSED = {
-    "per_device_train_batch_size": "a step has expected_batch_size rows, and a forward pass at most "
-    "microbatch_size; it is a factor of the former with gradient_accumulation_steps, and 1 lets rows "
+    "per_device_train_batch_size": "a step has expected_batch_size rows, a forward pass at most "
+    "microbatch_size; a factor of the former with gradient_accumulation_steps, and 1 lets rows "
     "without an attention_mask have any size",
-    "auto_find_batch_size": "rows of a forward pass are chosen from the memory that is free",
-    "train_sampling_strategy": "rows are drawn by sampling, which is what is accounted",
-    "enable_jit_checkpoint": "SIGTERM ends the step, writes a whole checkpoint and exits with status "
-    "143 without it",
+    "auto_find_batch_size": "forward passes are sized by the memory that is free",
+    "train_sampling_strategy": "sampling draws the rows",
+    "enable_jit_checkpoint": "SIGTERM ends the step and writes a whole checkpoint without it",
     "optim_target_modules": "trainable chooses the parameters",
-    "average_tokens_across_devices": "a loss is the mean over its own row's tokens, eval_loss over "
-    "those of batches",
+    "average_tokens_across_devices": "a loss is the mean over its own row's tokens",
     "activation_checkpointing_kwargs gradient_checkpointing_kwargs": "no method checkpoints",
     "liger_kernel_config": "use_liger_kernel is refused",
     "torch_empty_cache_steps": "steps do not empty the cache",
@@ -120,26 +117,24 @@ _UNUSED = {
     "length_column_name": "batches are not grouped by length",
     "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": "steps do "
     "not run DistributedDataParallel",
-    "hub_always_push hub_strategy": "nothing is pushed before training ends, and then files of an allow "
-    "list alone",
-    "include_num_input_tokens_seen": "Trainer sees no tokens of a step's batches, and logs 0",
+    "hub_always_push hub_strategy": "files of an allow list are pushed when training ends",
+    "include_num_input_tokens_seen": "Trainer does not see a step's tokens, and logs 0",
     "sortish_sampler": "transformers does not read it either",
 }
 _REFUSED = {
     "neftune_noise_alpha": "adds noise to embeddings in training mode, and steps run in eval mode: "
     "leave it out.",
     "bf16_full_eval fp16_full_eval": "casts the model itself in evaluate(), which then is not what the "
-    "trajectory ends in: leave it False, and load the saved model in that dtype to evaluate it with a "
-    "plain Trainer.",
+    "trajectory ends in: leave it False, and evaluate the saved model in that dtype with a plain "
+    "Trainer.",
     "use_liger_kernel": "replaces layers when train() starts, after the checks that were made of them: "
     "leave it False.",
-    "deepspeed": "wraps the model in an engine whose parameters the perturbation does not follow, to "
-    "divide gradients and optimizer states that this training has not: use plain data parallelism "
-    "(accelerate launch --multi_gpu, one process a GPU). For a model that does not fit on one device "
-    "use FSDP2 (--config_file configs/accelerate/fsdp2.yaml) or one process with offload "
-    "(configs/accelerate/offload.yaml).",
-    "parallelism_config": "shards or copies parameters in ways that the in-place perturbation does not "
-    "follow: run on one device or with plain data parallelism (accelerate launch).",
+    "deepspeed": "wraps the model in an engine whose parameters the perturbation does not follow: use "
+    "plain data parallelism (accelerate launch --multi_gpu, one process a GPU). For a model that does "
+    "not fit on one device use FSDP2 (--config_file configs/accelerate/fsdp2.yaml) or one process "
+    "with offload (configs/accelerate/offload.yaml).",
+    "parallelism_config": "shards or copies parameters as the in-place perturbation does not follow: "
+    "run on one device or with plain data parallelism (accelerate launch).",
 }
 _NO_ADAM = Use(UNUSED, "update_rule, momentum and update_window are the settings", ZEROTH_ORDER)
 _PLAIN_SGD = Use(UNUSED, "the optimizer is torch's SGD", SGD)

@@ -133,7 +133,7 @@ class Schedules(Nested):
         "noise of each step within the same budget: exp(gamma=..), gd(kappa=..), momentum(kappa=.., "
         "beta=..), learning_rate(gamma=..), subsampled(gamma=..), a list or a file",
         needs=PRIVATELY,
-        privacy="nothing: more noise in some steps pays for less in others, at the same epsilon",
+        privacy="nothing: the same epsilon",
         time="seconds of calibration; nothing in a step",
         none="the same noise in every step",
     )
@@ -141,7 +141,7 @@ class Schedules(Nested):
         None,
         "clip of each step: linear(END), exp(END), END the last step's factor; a list or a file",
         needs=PRIVATELY,
-        privacy="nothing: it is fixed before the run, and the noise follows the clip",
+        privacy="nothing: the noise follows the clip",
         none="a clip that stays",
     )
     smoothing: str | None = setting(
@@ -158,8 +158,7 @@ class CorrelatedNoise(Nested):
         "how the noise of a step depends on that of steps before it",
         CORRELATIONS,
         needs=PRIVATELY,
-        privacy="nothing: one Gaussian for the whole run, whose noise cancels in sums over steps; "
-        "their number is fixed in advance",
+        privacy="nothing: one Gaussian for the run, whose number of steps is fixed in advance",
         time="toeplitz and optimized: draws of all steps so far in memory, or made again in each step",
     )
     bands: int | None = setting(
@@ -167,7 +166,7 @@ class CorrelatedNoise(Nested):
         "draws that a step's noise is made of",
         COUNT,
         needs=("correlated_noise.kind", ("banded",)),
-        privacy="nothing; more bands leave less noise in sums over steps, up to a point",
+        privacy="nothing; more leave less noise in sums over steps, up to a point",
         time="8 bytes a trained coordinate and band",
         none="32",
     )
@@ -176,7 +175,7 @@ class CorrelatedNoise(Nested):
         "steps that share their directions; noise may be correlated within them",
         COUNT,
         needs=ZEROTH,
-        privacy="nothing; with `correlated_noise` the noise cancels within so many steps",
+        privacy="nothing; correlated noise cancels within so many steps",
         time="the run sees fewer directions",
     )
 
@@ -203,7 +202,7 @@ class GroupRobust(Nested):
     shares: dict[str, float] | None = setting(
         None,
         "{name: share} of all groups, public: their shares of the population; add up to 1",
-        privacy="published as it is, with the names: it must not be counted on the private rows",
+        privacy="published, with the names: it must not be counted on the private rows",
         none="there is no `group_robust.column`",
     )
     weights: str = setting(
@@ -211,8 +210,8 @@ class GroupRobust(Nested):
         "what is released of the groups' losses: nothing (balanced), noisy losses of each step "
         "(per_step), prefix sums with correlated noise (prefix_sum), drawn groups (vertex)",
         tuple(GROUP_LOSSES),
-        privacy="balanced: nothing; per_step: shares the amplified budget of the steps; prefix_sum and "
-        "vertex: `sampling='fixed_batches'` or a full batch, without amplification",
+        privacy="per_step: shares the amplified budget of the steps; prefix_sum and vertex: "
+        "`sampling='fixed_batches'` or a full batch, without amplification",
     )
     loss_bound: float = setting(
         2.0,
@@ -259,7 +258,7 @@ class Performance(Nested):
         True,
         "run frozen first layers once per batch",
         TRUTH,
-        time="saves the passes through frozen first layers; keeps their outputs of a microbatch",
+        time="saves passes; keeps a microbatch's outputs of these layers",
     )
     perturbation_strategy: str = setting(
         "auto",
@@ -273,8 +272,8 @@ class Performance(Nested):
         "processes that share the directions of one share of the rows",
         COUNT,
         needs=ZEROTH,
-        time="of each process: passes along that many times fewer directions, over that many times "
-        "more rows; sends 8 B K / D bytes more in a step",
+        time="a process has that many times fewer directions and more rows; sends 8 B K / D bytes "
+        "more a step",
         none="1, or more where rows do not fill the processes",
     )
     per_example_gradients: str = setting(
@@ -282,7 +281,7 @@ class Performance(Nested):
         "ghost: norms first, then one weighted sum of what was seen",
         ("auto", "dense", "ghost"),
         needs=("method", ("dp-sgd", "dp-adamw")),
-        time="dense: memory of one gradient for each example of a microbatch; ghost: less where "
+        time="dense: memory of a gradient for each example of a microbatch; ghost: less where "
         "weights are large and sequences short",
     )
 
@@ -295,15 +294,15 @@ class InsecureTesting(Nested):
         None,
         "reproducible noise; the report then says NOT PRIVATE",
         BITS_128,
-        privacy="everything: noise that is known can be subtracted, and the report says NOT PRIVATE",
+        privacy="everything: noise that is known can be subtracted",
         none="noise from the operating system's entropy",
     )
     sampler_key: str | None = setting(
         None,
         "draws the batches; not written to disk from here",
         HEX_KEY,
-        privacy="everything: batches that can be known are not amplified, and the report says NOT "
-        "PRIVATE (full batches excepted)",
+        privacy="everything: batches that can be known are not amplified; the report says NOT "
+        "PRIVATE (but for full batches)",
         none="drawn in secret, and kept nowhere",
     )
     direction_key: int | None = setting(

@@ -168,44 +168,41 @@ class DataArguments:
       task: name in the task registry: "sst2", "sst5", "trec", "rte", "snli", "mnli", "boolq",
         "squad", "drop", "quickstart" (generated, no network) or "text_classification" (any text
         column with a label column); or the path of a YAML file that describes a task.
-      prompt: null trains a classification head; "masked_lm" asks a masked language model for the
-        word at the mask, "causal_lm" a decoder for the words that follow the prompt.
+      prompt: "masked_lm" asks a masked language model for the word at the mask, "causal_lm" a
+        decoder for the words that follow the prompt.
       template: the prompt instead of the task's own: text with {field}s, and {mask} for masked_lm;
-        for causal_lm with {answer} at its end. With prompt: null the text that the head reads, without
-        either: both texts of a pair in one.
-      label_words: the words that stand for the labels, in label order, instead of the task's.
-      objective: per example "loss" (cross entropy), or what cannot be differentiated: "accuracy"
-        (1 - [right]) of a classification, "f1" (1 - F1) of a generated answer. Zeroth order only.
+        for causal_lm with {answer} at its end. With prompt: null the text that the head reads,
+        without either: both texts of a pair in one.
+      label_words: the words that stand for the labels, in label order.
+      objective: per example "loss" (cross entropy), or what cannot be differentiated: "accuracy" (1
+        - [right]) of a classification, "f1" (1 - F1) of a generated answer. Zeroth order only.
       max_new_tokens: most tokens of a generated answer, >= 1; room for them is kept in
         max_seq_length.
       num_demonstrations: training rows, drawn by `subset_seed`, put in front of each prompt; for
         `hf-dpzero evaluate` only, whose result is then not private.
-      dataset_name: Hub data set; null takes the task's own.
+      dataset_name: Hub data set.
       dataset_config_name: its configuration, for example "qqp" of "nyu-mll/glue".
       train_file: a file (.jsonl, .json, .csv, .tsv, .parquet) instead of the Hub; the private rows.
-      validation_file: the same for evaluation, which is assumed public (see the privacy report).
-      text_column: column with the text; null takes the task's own.
-      text_pair_column: second text for sentence pairs; null for single sentences.
-      label_column: column with the label; null takes the task's own.
-      class_names: names of the labels in order; null reads them from the validation rows. The set of
-        names is public (config.json ships it). For text_classification; other tasks name their
-        labels. A row with another label is refused.
+      validation_file: the same for evaluation, which is assumed public.
+      text_column: column with the text.
+      text_pair_column: second text of sentence pairs.
+      label_column: column with the label.
+      class_names: names of the labels in order, for text_classification. A row with another label
+        is refused.
       keep_column: a further column that stays beside the rows; a recipe's `group_robust.column` or
         `unit_column` sets it. Of classifications only.
       whole_units: max_train_samples counts values of keep_column, with all rows of each; a recipe's
         `unit_column` sets it.
       max_seq_length: tokens a text is cut to, >= 2.
       max_train_samples: keep this many training rows (with `unit_column` units), those whose keyed
-        hashes by `subset_seed` are smallest; null keeps all.
+        hashes by `subset_seed` are smallest.
       max_eval_samples: the same for evaluation.
       holdout: share of the training rows that are not trained on, for private evaluation
         (`hf-dpzero evaluate --epsilon`), by a keyed hash of each row or unit.
-      num_examples_per_class: keep this many training rows of each class (few-shot, as in the
-        paper's RoBERTa experiments); null keeps all.
+      num_examples_per_class: keep this many training rows of each class (few-shot).
       allow_fewer_per_class: where a class has fewer rows than num_examples_per_class, take all of
-        them and say so (TREC's ABBR has 86); without it, such a class is refused.
-      subset_seed: seed of the choice of rows, independent of every seed in the training arguments
-        (`data_seed` is already the name of an argument of HF's Trainer).
+        them; without it, such a class is refused.
+      subset_seed: seed of the choice of rows.
     """
 
     task: str = "text_classification"

@@ -9,16 +9,16 @@ CANNOT_HOLD: Mapping[str, tuple[str, ...]] = {
         "TrainerLoggingTest::test_logging_inf_nan_filter",
         "TrainerStepCountingTest::test_training_loss",
     ),
-    "the update is the method's: a given optimizer moves nothing, and a schedule that follows one or an "
-    "argument that the schedule does not take is refused": (
+    "the update is the method's: a given optimizer moves nothing; a schedule that follows one, or an "
+    "argument that it does not take, is refused": (
         "TestTrainingArguments::test_dict_field_parsing",
         "TrainerLRTest::test_greedy_lr_args",
         "TrainerLRTest::test_reduce_lr_on_plateau_args",
         "TrainerOptimizerIntegrationTest::test_adafactor_lr_none",
         "TrainerOptimizerTest::test_custom_optimizer",
     ),
-    "batches are drawn by the sampler that is accounted: no loader of a script's, no stream, no last "
-    "batch to drop, no other batch after an error of memory": (
+    "batches are drawn by the sampler that is accounted: no other loader, no stream, no last batch to "
+    "drop, no other batch after an error of memory": (
         "TrainerAutoBatchSizeTest::test_auto_batch_size_with_resume_from_checkpoint",
         "TrainerDataloaderTest::test_dataloader_without_dataset",
         "TrainerDataloaderTest::test_train_and_eval_dataloaders",
@@ -38,7 +38,7 @@ CANNOT_HOLD: Mapping[str, tuple[str, ...]] = {
         "TrainerBestModelTest::test_best_model_checkpoint_behavior",
         "TrainerBestModelTest::test_save_best_checkpoint",
     ),
-    "callbacks of its own (progress, the banner, SIGTERM) are in the list that the test compares": (
+    "callbacks of its own are in the list that the test compares": (
         "JITCheckpointTest::test_integration_with_trainer",
         "TrainerCallbackTest::test_custom_callback_added_at_init",
         "TrainerCallbackTest::test_default_callbacks_are_present",
