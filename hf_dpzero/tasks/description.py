@@ -187,8 +187,8 @@ class DataArguments:
       text_column: column with the text.
       text_pair_column: second text of sentence pairs.
       label_column: column with the label.
-      class_names: names of the labels in order, for text_classification. A row with another label
-        is refused.
+      class_names: names of the labels in order, for text_classification; published. A row with
+        another label is refused.
       keep_column: a further column that stays beside the rows; a recipe's `group_robust.column` or
         `unit_column` sets it. Of classifications only.
       whole_units: max_train_samples counts values of keep_column, with all rows of each; a recipe's
