@@ -110,7 +110,7 @@ def run_replay(arguments: Replay) -> None:
 
 def run_verify(arguments: Verify) -> int:
     """Prints what of a published run's claims holds; 1 where one does not."""
-    folder = _published(arguments.folder)
+    folder, names = _published(arguments.folder)
 
     def weights_hold(report: PrivacyReport, trajectory: Trajectory) -> str:
         with contextlib.redirect_stdout(sys.stderr):  # the page alone is the output
@@ -120,10 +120,10 @@ def run_verify(arguments: Verify) -> int:
     fails = any(finding.holds is False for finding in found)
     if arguments.json:
         known = {"folder": arguments.folder, "holds": not fails}
-        lists = {"findings": [asdict(f) for f in found], "cannot_be_checked": unchecked(folder)}
+        lists = {"findings": [asdict(f) for f in found], "cannot_be_checked": unchecked(names)}
         print(json.dumps({**known, **lists}, indent=2))
     else:
-        print(page(arguments.folder, found, unchecked(folder)))
+        print(page(arguments.folder, found, unchecked(names)))
     if (file := arguments.registry_entry) is not None:
         if fails:
             print(f"{file} was not written: a claim does not hold.", file=sys.stderr)
@@ -133,16 +133,16 @@ def run_verify(arguments: Verify) -> int:
     return int(fails)
 
 
-def _published(name: str) -> Path:
-    """A folder, or a copy of the Hub's repository of that name."""
+def _published(name: str) -> tuple[Path, list[str]]:
+    """A folder, or a copy of what a run publishes in the Hub's repository; names of all files there."""
     if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
+        return Path(name), [file.name for file in Path(name).iterdir()]
+    from huggingface_hub import list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     try:
         files = [*hub.COPIED, *hub.WRITTEN]
-        return Path(snapshot_download(name, allow_patterns=files))
+        return Path(snapshot_download(name, allow_patterns=files)), list_repo_files(name)
     except (OSError, ValueError, HfHubHTTPError, HTTPError) as error:
         raise FileNotFoundError(
             f"{name} is no folder here, and no repository that the Hub gave ({type(error).__name__}): "

@@ -25,6 +25,7 @@ def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What an epsilon leaves out where the base model was trained before; not private runs first."""
     found = []
     for run in sorted(earlier_runs, key=lambda run: bool(run["private"])):
+        quoted = run["statement"].replace('"', "'")
         same = (
             "if private rows of it are among this run's, the budgets add up."
             if run["private"]
@@ -32,7 +33,7 @@ def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         found.append(
             f"The base model came out of an earlier run ({run['folder']}), which says: "
-            f'"{run["statement"]}" The epsilon of this run does not cover that one: {same}'
+            f'"{quoted}" The epsilon of this run does not cover that one: {same}'
         )
     return found
 
@@ -232,6 +233,6 @@ def federated_caveats(header: Mapping[str, Any]) -> list[str]:
         return []
     return [
         "Federated: the numbers are those of the client with the largest epsilon, one of "
-        f"{common.get('clients')}; the run's federated_report.json has them all.",
+        f"{int(common['clients'])}; the run's federated_report.json has them all.",
         *FEDERATED_CAVEATS,
     ]

@@ -6,10 +6,11 @@ folder has nothing to check. Rebuilding the weights needs a model, and is the ca
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ from hf_dpzero.privacy.bracket import epsilon_bracket
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.privacy.selection import WORDS
-from hf_dpzero.reporting.hub import CARD_FILE, page_of
-from hf_dpzero.reporting.page import PAGE_FILE, without_curves
+from hf_dpzero.reporting.hub import CARD_FILE
 from hf_dpzero.reporting.privacy_report import PACKAGES, REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, evaluations_in, together
 from hf_dpzero.reporting.public import RECIPE_FILE, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
-from hf_dpzero.reporting.weights import weight_files
-from hf_dpzero.reporting.wording import counted_steps, number, round_up
+from hf_dpzero.reporting.weights import SHARDS, WEIGHTS
+from hf_dpzero.reporting.wording import BLOCK, EXAMPLE, counted_steps, number, round_up, unit_words
 
 CHANCE = 1e-9
 """Probability at most with which noise of the stated scale fails `noise_holds`."""
@@ -39,22 +39,39 @@ UNCHECKED = (
     "add to epsilon",
     "that the unit is what has to be protected (where it is a row, a person may have several), that "
     "evaluation rows are public, and that the base model never saw the private rows",
-    "the scores on the card, which need the evaluation rows; private evaluations that are not on "
-    "record; the curves of report.html; and files that no digest covers",
+    "the scores on the card, which need the evaluation rows; whether private evaluations are as their "
+    "record says, and others were made; settings in recipe.yaml beyond target, neighbours and unit; "
+    "and files that no digest covers, which may be other weights, code, or a page of other claims",
 )
 """What no check of a folder can see."""
 
 
-def unchecked(folder: Path) -> list[str]:
-    """What no check of a folder can see, its files by name; the page ends with it."""
-    seen = {CARD_FILE, PAGE_FILE, REPORT_FILE, TRAJECTORY_FILE}
-    seen |= {file.name for file in weight_files(folder)}
-    others = sorted({file.name for file in folder.iterdir()} - seen)
+def unchecked(names: Iterable[str]) -> list[str]:
+    """What no check can see of a folder with files of such names; the page ends with it."""
+    seen = (CARD_FILE, REPORT_FILE, TRAJECTORY_FILE, *WEIGHTS, SHARDS)
+    others = sorted(n for n in names if not any(fnmatch.fnmatchcase(n, known) for known in seen))
     return [*UNCHECKED[:-1], f"{UNCHECKED[-1]}: {', '.join(others) or 'none is here'}"]
 
 
 _VERSION = re.compile(rf"(?:{'|'.join(PACKAGES).replace('-', '_')}) [\w.+!-]{{1,60}}")
-_CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|\u03b5|differential", re.I)
+_CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|[\u03b5\u03f5]|differential", re.I)
+_WORD = r"\w[\w.+~-]{0,60}"
+_NAME = rf"{_WORD}(?: {_WORD}){{0,3}}"
+_RATE = (
+    r"learning_rate=# was given(?:, at which a fresh head makes # of the movement that noise, clip, B "
+    r"and T allow: # is taken, as if it were left out\. learning_rate_is_final=True keeps a given one\."
+    r"|; from the noise, the clip, B and T it would be #, so the weights move # of the way that they "
+    r"would\. Rates of training with gradients do not carry over: leave it out, unless it was found for "
+    r"this method\.)"
+)
+_GRAMMAR = {
+    "learning_rate": _RATE.replace("#", r"[\d.e+-]+"),
+    "processes": r"|\d+(?: \((?:\d+ shares of the (?:rows|directions)(?: x )?){1,2}"
+    r"(?:, parameters in parts by FSDP2)?\))?",
+    "noise_source": _WORD, "direction": _WORD,
+    "privacy_unit": f"{EXAMPLE}|{BLOCK}|{unit_words(_NAME)}",
+}  # fmt: skip
+"""Texts of a log that go into sentences: what a run of ours writes, and nothing that could claim."""
 
 
 class NotChecked(Exception):
@@ -98,7 +115,7 @@ def findings(
         *found,
         finding("epsilon", epsilon_holds, *run),
         finding("noise", noise_holds, *run),
-        finding("card", card_holds, folder, *run),
+        finding("card", card_holds, folder, run[0]),
         finding("weights", weights_hold, *run),
     ]
 
@@ -111,7 +128,7 @@ def _log_holds(folder: Path) -> str:
 def report_holds(folder: Path) -> str:
     """Computes numbers and words of the report again, from the plan and the releases in the log."""
     stated = PrivacyReport.load(folder / REPORT_FILE)
-    derived, _ = agreeing(stated, folder)
+    derived, trajectory = agreeing(stated, folder)
     if derived != stated:
         raise ValueError(
             f"{REPORT_FILE} does not say in words what its numbers mean, which is: {derived.statement} "
@@ -121,24 +138,53 @@ def report_holds(folder: Path) -> str:
     for package in map(" ".join, stated.versions.items()):
         if not _VERSION.fullmatch(package):
             raise ValueError(f"{REPORT_FILE} names {package!r}, which is no package and version.")
-    of_log = ("learning_rate", "processes", "noise_source", "direction", "privacy_unit")
-    for name, value in ((name, getattr(stated, name) or "") for name in of_log):
-        if _CLAIM.search(value):  # words that go into sentences, by a log that its publisher wrote
-            raise ValueError(
-                f"{REPORT_FILE} says {name}: {value[:80]!r}, which no run of ours does."
-            )
+    _check_texts(stated, PrivacyPlan.from_dict(trajectory.header["plan"]))
     for text in (stated.statement, *stated.caveats, *map(" ".join, stated.rows())):
         if not text.isprintable() or "<" in text:
             raise ValueError(f"{REPORT_FILE} says {text[:80]!r}, with line ends or HTML in it.")
     recipe = folder / RECIPE_FILE
-    settings = recipe_settings(recipe.read_text("utf-8")) if recipe.is_file() else {}
-    for name in ("target_epsilon", "neighboring_relation") if stated.private else ():
-        value = getattr(stated, name)  # a sweep's target is another one
-        if stated.tuning in WORDS and value and settings.get(name) not in (None, value):
-            raise ValueError(
-                f"{RECIPE_FILE} says {name}: {settings[name]}, and {REPORT_FILE} {value}."
-            )
+    if recipe.is_file() and stated.private:
+        _check_recipe(recipe_settings(recipe.read_text("utf-8")), stated)
     return f"follows from the plan and the releases in the log. It says: {stated.statement}"
+
+
+def _check_texts(stated: PrivacyReport, plan: PrivacyPlan) -> None:
+    """Refuses texts and sums of a log, which its publisher wrote, that no run of ours writes."""
+    texts = [(name, getattr(stated, name), form) for name, form in _GRAMMAR.items()]
+    runs = [*stated.parts, *stated.earlier_runs, *stated.set_aside.get("runs", ())]
+    texts += [(name, run.get(name), _NAME) for run in runs for name in ("folder", "method")]
+    for name, text, form in texts:
+        if text is not None and not (re.fullmatch(form, text) and not _CLAIM.search(text)):
+            raise ValueError(
+                f"{REPORT_FILE} says {name}: {text[:80]!r}, which no run of ours does."
+            )
+    if not plan.private:
+        return
+    if (paid := stated.budget) and int(paid["entries"]) < 1:
+        raise ValueError(f"{REPORT_FILE} says {paid['entries']} entries of a budget file.")
+    for said, delta in (
+        (stated.set_aside.get("epsilon"), stated.delta),
+        (paid.get("epsilon"), paid.get("delta", stated.delta)),
+    ):
+        bracket = None if said is None else epsilon_bracket(plan.own_parts(), delta, said)
+        if bracket and said is not None and said * (1 + 1e-6) < bracket[0]:
+            raise ValueError(
+                f"{REPORT_FILE} says {said:.6g} for several, and this run alone is {bracket[0]:.6g}."
+            )
+
+
+def _check_recipe(settings: Mapping[str, Any], stated: PrivacyReport) -> None:
+    """Refuses a published recipe of another target, relation or unit than the report's."""
+    unit = stated.privacy_unit
+    wanted: dict[str, Any] = {"neighboring_relation": stated.neighboring_relation}
+    wanted["unit_column"] = None if unit in (EXAMPLE, BLOCK) else unit.removesuffix(unit_words(""))
+    if stated.tuning in WORDS:  # a sweep's target is another one
+        wanted |= {"target_epsilon": stated.target_epsilon, "target_delta": stated.target_delta}
+    for name, value in wanted.items():
+        said = settings.get(name)
+        other = said is not None and (said != value or isinstance(said, bool))
+        if other or (name == "unit_column" and said != value):
+            raise ValueError(f"{RECIPE_FILE} says {name}: {said}, and {REPORT_FILE} {value}.")
 
 
 def epsilon_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
@@ -150,8 +196,13 @@ def epsilon_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
     if not report.private:
         raise NotChecked("none is claimed: the report says NOT PRIVATE")
     plan = PrivacyPlan.from_dict(trajectory.header["plan"])
+    if (counted := counted_steps(trajectory.header, trajectory.next_step)) < trajectory.next_step:
+        raise NotChecked(
+            f"of the {trajectory.next_step} releases {counted} are said to be of the client that the "
+            "report is about, which no log shows"
+        )
     parts = [part for before, done in plan.after for part in before.own_parts(done)]
-    parts += plan.own_parts(counted_steps(trajectory.header, trajectory.next_step))
+    parts += plan.own_parts(counted)
     bracket = epsilon_bracket(parts, report.delta, report.epsilon)
     if bracket is None:
         raise NotChecked(
@@ -204,24 +255,30 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
     return f"the {count} released values can hold the stated noise, and not {share:.3g} times it"
 
 
-def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> str:
+def card_holds(folder: Path, report: PrivacyReport) -> str:
     """Compares what the card says of privacy with the report and the record of private evaluations.
 
-    A card begins, below its title, with the statement, the table, private evaluations and limitations,
-    line for line, so nothing of its author's stands before them or could hide them; what follows is the
-    author's. Only a private run has the tag. `report.html`, where it is there, is compared but for
-    curves and scores.
+    Below its metadata and a title the card has the statement, the table, private evaluations and
+    limitations, line for line, so nothing of its author's stands between them or could hide them; the
+    rest is the author's. Only a private run has the tag.
     """
     from huggingface_hub import ModelCard
 
     if not (folder / CARD_FILE).is_file():
         raise NotChecked(f"there is no {CARD_FILE}")
-    card, made = ModelCard((folder / CARD_FILE).read_text("utf-8-sig")), evaluations_in(folder)
-    title, _, stated = card.text.strip().partition("\n")
+    text, made = (folder / CARD_FILE).read_text("utf-8"), evaluations_in(folder)
+    front, _, body = text.removeprefix("---\n").partition("\n---\n")
+    if (
+        not text.startswith("---\n") or "<" in front
+    ):  # a viewer would show it, or what hides the rest
+        raise ValueError(f"{CARD_FILE} does not begin with a line --- and metadata without HTML.")
+    title, _, stated = body.strip("\n").partition("\n")
     if not title.startswith("# ") or "<" in title or not title.isprintable():
         raise ValueError(
             f"{CARD_FILE} begins with {title!r}, which is no title of one line of text."
         )
+    if wrong := [m.rows for m in made if _CLAIM.search(f"{m.rows} {m.metric} {m.noise_source}")]:
+        raise ValueError(f"{CARD_FILE} prints {wrong[0]!r} as the name of evaluated rows.")
     if other := _other_words(stated, report, made):
         if not all(_other_words(stated, report, made[:count]) for count in range(len(made))):
             raise ValueError(
@@ -233,28 +290,19 @@ def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> s
             "of this package. Words of your own come behind the limitations; "
             "`hf_dpzero.reporting.hub.write_model_card` writes the rest from the report."
         )
-    html = folder / PAGE_FILE
-    if html.is_file() and not _page_follows(html, folder, report, trajectory):
-        raise ValueError(f"{PAGE_FILE} claims what {REPORT_FILE} does not.")
-    if not report.private and "differential-privacy" in (card.data.to_dict().get("tags") or ()):
+    tags = ModelCard(text).data.to_dict().get("tags") or ()
+    if not report.private and "differential-privacy" in tags:
         raise ValueError(f"{CARD_FILE} is tagged differential-privacy, and is NOT PRIVATE.")
-    beside, joint = "", ""
+    joint = ""
     if made:
-        beside, joint = (
-            f", {len(made)} private evaluations on record",
-            f". {together(report, made)}",
-        )
-    _, _, behind = stated.partition("\n## Limitations")
-    own = [title] * bool(re.search("epsilon|\u03b5|differential", title, re.I)) + [
-        name for name in re.findall(r"(?m)^ {0,3}##+ +(.*)", behind) if name not in _WRITTEN
-    ]
+        joint = f" By the record of {len(made)} private evaluations: {together(report, made)}"
     return (
-        f"its statement, table{beside} and {len(report.caveats)} limitations are the report's; the "
-        f"rest is its author's{': ' * bool(own)}{', '.join(own)}{joint}"
+        f"statement, table and {len(report.caveats)} limitations are the report's; the title, "
+        f"{title[2:]!r}, and all that follows the limitations are its author's.{joint}"
     )
 
 
-_WRITTEN, _NEXT = ("Results", "How to use", "How to verify", "Settings"), "\n## "
+_NEXT = "\n## "
 
 
 def _other_words(
@@ -275,13 +323,8 @@ def _other_words(
 
 
 def _lines(text: str) -> list[str]:
-    """Lines as Markdown sees them, of which white space at the end says nothing."""
-    return [line.rstrip() for line in [*text.rstrip().splitlines(), ""]]
-
-
-def _page_follows(html: Path, folder: Path, report: PrivacyReport, trajectory: Trajectory) -> bool:
-    stated, wanted = html.read_text("utf-8"), page_of(folder, report, trajectory)
-    return without_curves(stated) == without_curves(wanted)
+    """Lines as Markdown sees them, of which spaces at the end say nothing."""
+    return [line.rstrip(" \t") for line in [*text.rstrip().split("\n"), ""]]
 
 
 def page(name: str, found: Sequence[Finding], unseen: Sequence[str]) -> str:

@@ -7,7 +7,6 @@ trajectory and the public results hold.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,29 +88,6 @@ def report_page(
         recipe=recipe,
         frame=(_LEFT, _TOP, _RIGHT - _LEFT, _BOTTOM - _TOP),
     )
-
-
-_SVG = (
-    r'<svg viewBox="0 0 680 195" role="img" aria-label="[^"<>&]*">\s*<rect(?: [a-z]+="\d+"){4}/>\s*'
-    r'(?:<text x="[\d.-]+" y="[\d.-]+" text-anchor="(?:end|middle)">[\d.e+-]*</text>\s*)*'
-    r'<polyline points="[\d.,\s-]*"/>\s*(?:<circle cx="[\d.-]+" cy="[\d.-]+" r="2.5"/>\s*)*</svg>\s*'
-)
-_NAME = r"(?!\w*(?:(?i:epsilon)|\u03b5))\w+"  # as `public_results` lets through
-_SCORES = (
-    r"<h2>Evaluation</h2>\s*<p>On evaluation rows; the claim above is about training rows.</p>\s*"
-    rf"(?:<figure>\s*<figcaption>evaluation: {_NAME}</figcaption>\s*{_SVG}</figure>\s*)*<table>\s*"
-    r"<tr><th>metric</th><th>at the start</th><th>at the end</th></tr>\s*"
-    rf"(?:<tr><td>{_NAME}</td>(?:<td>[\d.e+-]*</td>){{2}}</tr>\s*)*</table>\s*"
-)
-_DRAWN = re.compile(f"{_SCORES}|{_SVG}")
-
-
-def without_curves(html: str) -> str:
-    """A page without curves and public scores of the very form that the template gives them.
-
-    They do not follow from a folder, as the rest does; whatever else stands there stays.
-    """
-    return _DRAWN.sub("", html)
 
 
 def _budget(report: PrivacyReport, trajectory: Trajectory) -> Chart:

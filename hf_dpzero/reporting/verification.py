@@ -67,6 +67,11 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
     found = PrivacyReport.from_header(header, steps=steps, delta=report.delta, **shipped)
     # A sweep replaces what its trials say, by an entry and the target of the whole.
     if isinstance(report.tuning, dict) and found.tuning in ("not_accounted", report.tuning):
+        of_one = report.tuning.get("repeat_and_select", {}).get("epsilon_one_run", found.epsilon)
+        if not _same(of_one, found.epsilon):
+            raise ValueError(
+                f"{REPORT_FILE} says epsilon_one_run: {of_one}, and {TRAJECTORY_FILE} {found.epsilon}."
+            )
         found, aim = found.with_tuning(report.tuning, plan, header), report.target_epsilon
         found = dataclasses.replace(
             found,

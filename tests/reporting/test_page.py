@@ -21,7 +21,7 @@ from hf_dpzero.privacy.mechanisms import NonPrivateMean, ScalarMechanism
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.sampling import PoissonSampler
 from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
-from hf_dpzero.reporting.page import PAGE_FILE, report_page, without_curves
+from hf_dpzero.reporting.page import PAGE_FILE, report_page
 from hf_dpzero.reporting.private_evaluations import (
     PrivateEvaluation,
     append_evaluation,
@@ -237,14 +237,3 @@ def test_a_browser_opens_the_page(tmp_path: Path) -> None:
         check=True,
     )
     assert ran.stdout.split("\n")[0] == "Privacy report,3,0"  # and nothing on the console before it
-
-
-def test_curves_and_scores_are_left_out_of_a_comparison_and_no_claim_is() -> None:
-    log, report = trajectory_of(plan := plan_of(), STEPS), report_of(plan)
-    history = [{"step": step, "eval_top_5_of_steps": -1e-9 * step} for step in (0, 1, STEPS)]
-    page = report_page(report, log, history=history)
-    plain = without_curves(report_page(report, log))
-    assert ">top_5_of_steps<" in page and without_curves(page) == plain
-    for claim in ("Epsilon", "a_\u03b5", "1 / 10", "<b>x</b>"):
-        changed = page.replace(">top_5_of_steps<", f">{claim}<")
-        assert without_curves(changed) != plain
