@@ -119,7 +119,7 @@ def check_rows(dataset: object) -> None:
 
 
 def check_draws(collator: object, dataset: object) -> None:
-    """Refuses random generators of a collator's or a data set's own.
+    """Refuses generators of a collator's or a data set's own.
 
     What it draws for a row would follow from how many rows it saw before. The global generators run on
     fresh secret entropy for each row (`random_state`).
@@ -157,7 +157,7 @@ def check_all_kept(given: object, prepared: object) -> None:
 
 
 def check_labels(dataset: object) -> None:
-    """Refuses labels that are missing or not finite, stored as numbers in a `datasets.Dataset`.
+    """Refuses labels missing or not finite, stored as numbers in a `datasets.Dataset`.
 
     The loss of such a row is NaN, which counts as zero, or stops the run when the row is drawn.
 
@@ -199,7 +199,7 @@ def of_first_row(done: str) -> Iterator[None]:
 
 
 def check_unit(run: Run) -> None:
-    """Refuses a language model's rows that look packed, of which nobody said what they are.
+    """Refuses rows of a language model that look packed, of which nobody said what they are.
 
     Texts that were joined and cut into blocks before they arrive (`group_texts` of run_clm and run_mlm,
     packing) cannot be told from long examples, so the first 64 rows are judged by their lengths and
@@ -254,7 +254,7 @@ def positions(model: nn.Module) -> int | None:
 
 
 def check_lengths(run: Run) -> None:
-    """Refuses rows of more tokens than the model has positions, where they can be told quickly.
+    """Refuses rows longer than the model's positions, where that is told quickly.
 
     Looked at: the stored `input_ids` of a `datasets.Dataset`; the longest is collated, for a collator
     may cut it. Other data sets are not read through: there such a row stops the run when it is drawn.

@@ -46,7 +46,7 @@ def check_installed(args: DPZeroConfig) -> None:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Refuses trainable parameters that cannot be perturbed exactly, in place.
+    """Refuses parameters that cannot be perturbed exactly, in place.
 
     Raises:
       ValueError: one of a dtype other than float32, bfloat16 and float16, or with memory that something
@@ -59,7 +59,7 @@ def check_trained(model: nn.Module) -> None:
 
 
 def check_not_compiled(run: Run) -> None:
-    """Refuses compiled models where gradients of single rows are taken by hooks.
+    """Refuses compiled code where hooks take gradients of single rows.
 
     Raises:
       ValueError: the model is compiled, or `torch_compile` would do it.
@@ -75,7 +75,7 @@ def check_not_compiled(run: Run) -> None:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuses batch statistics, and embeddings that are rewritten when private rows look them up.
+    """Refuses batch statistics, and embeddings that a look-up rewrites.
 
     Raises:
       ValueError: batch normalisation with batch statistics; an embedding that renormalises its weight.
@@ -128,7 +128,7 @@ def check_placement(model: nn.Module) -> None:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Refuses a PEFT model whose adapter is not trained, or that trains an unused copy of the head.
+    """Refuses untrained adapters of PEFT, and a trained copy of the head that is unused.
 
     Also adapters that would be saved without a report, or loaded wrongly. Other models pass. To be
     called after `select_trainable`, whose pattern sees PEFT's names: "classifier" matches the unused
@@ -168,7 +168,7 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def check_saving(model: nn.Module) -> None:
-    """Refuses weights that are used twice and could not be saved after training.
+    """Refuses weights that are used twice and could not be saved.
 
     Raises:
       ValueError: tied weights that the class of the model does not name; an adapter's base may have any.
@@ -290,7 +290,7 @@ def _configuration(model: nn.Module) -> dict[str, str]:
 
 
 def check_widths(model: nn.Module) -> None:
-    """Refuses attention that changes with what was seen before, which no shape of a pass helps.
+    """Refuses attention that follows from what was seen before.
 
     Args:
       model: judged by its configuration.
@@ -314,7 +314,7 @@ def check_widths(model: nn.Module) -> None:
 
 
 def check_kernels_are_fixed(device: str) -> None:
-    """Refuses kernels that are chosen by timing: private rows would choose how later ones are computed.
+    """Refuses kernels that are chosen by timing, and so by private rows.
 
     Args:
       device: type of the device that the model runs on.

@@ -121,7 +121,7 @@ def invented_rows(run: Run, shapes: PassShapes) -> InventedRows:
 
 @torch.no_grad()
 def check_memory(run: Run) -> None:
-    """Refuses losses, of rows that are evaluated one by one, that follow from rows evaluated before.
+    """Refuses losses, of rows evaluated one by one, that follow from rows before.
 
     Of passes of several rows the smoke test asks as much.
 
@@ -152,7 +152,7 @@ def check_memory(run: Run) -> None:
 
 @torch.no_grad()
 def check_first_row(run: Run) -> None:
-    """Refuses a model or objective that cannot evaluate row 0, or writes to its parameters doing so.
+    """Refuses a run that cannot evaluate row 0, or writes to parameters doing so.
 
     Raises:
       ValueError: says what to look at; the loss is discarded.
@@ -163,7 +163,7 @@ def check_first_row(run: Run) -> None:
 
 
 def check_collator(run: Run) -> None:
-    """Refuses a collator that joins rows, of which a pass of one has the form of several.
+    """Refuses a collator that joins rows.
 
     One that cannot pad passes: rows are collated one by one.
 
@@ -184,7 +184,7 @@ def check_collator(run: Run) -> None:
 
 @torch.no_grad()
 def choose_passes(run: Run) -> None:
-    """Refuses losses that depend on other rows, and leaves out sizes of passes whose places move them.
+    """Refuses losses that other rows move; sizes of passes whose places move them are left out.
 
     Tries passes of invented rows, and sets placement and mesh of the run; losses are discarded.
 

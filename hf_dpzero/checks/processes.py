@@ -41,7 +41,7 @@ LOOKED_AT = 16
 
 
 def check_same_rows(dataset: Dataset) -> None:
-    """Refuses processes that hold other rows, or the same in another order.
+    """Refuses processes with other rows, or another order of them.
 
     Each takes its share of the drawn row numbers, so a row under two numbers would count twice.
 

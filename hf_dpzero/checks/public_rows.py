@@ -114,7 +114,7 @@ def public_microbatch(run: Run) -> Mapping[str, Tensor] | None:
 
 @torch.no_grad()
 def check_finite(run: Run) -> None:
-    """Refuses a model whose loss is NaN or infinite on every public row.
+    """Refuses a loss that is NaN or infinite on every public row.
 
     Rows that the loss does not take are not judged.
 

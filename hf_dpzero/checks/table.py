@@ -54,7 +54,7 @@ class Check(NamedTuple):
 
 
 def check_evaluation_rows(run: Run) -> None:
-    """Refuses metrics of private training rows, which are published without noise."""
+    """Refuses metrics of private training rows."""
     run.check_evaluation_rows()
 
 

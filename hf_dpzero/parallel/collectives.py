@@ -348,7 +348,7 @@ def compare(own: Mapping[str, str]) -> None:
 
 
 def check_world(args: DPZeroConfig) -> None:
-    """Refuses processes that each take the whole batch, as their arguments say that each runs alone.
+    """Refuses processes that each take the whole batch.
 
     Each would evaluate the whole batch, and the sum over all would count every row once a process: the
     noise is for once. Accelerate leaves them so on a CPU without `use_cpu` and `ddp_backend`.

@@ -300,7 +300,7 @@ def _remove(path: str) -> None:
 
 
 def check_offload(model: nn.Module, args: DPZeroConfig) -> None:
-    """Refuses offloaded weights in a method that cannot follow them.
+    """Refuses methods that cannot follow offloaded weights.
 
     Gives trained ones on disk files of their own.
 
