@@ -227,7 +227,7 @@ def test_every_fixed_shape_has_one_graph_of_its_own(tmp_path, tiny_bert, backend
     monkeypatch.setattr(placement, "STEPS", (16,))  # all of a model this small would be one width
     settings = {"torch_compile": True, "torch_compile_backend": backend, "expected_batch_size": 16}
     given, rows = {"eval_dataset": rows[60:]}, rows[:60]
-    model = tiny_bert(max_position_embeddings=64)
+    model = tiny_bert(max_position_embeddings=64, num_hidden_layers=1)  # which takes seconds
     trainer = build(
         tmp_path, model, data=rows, trainer_settings=given, microbatch_size=2, **settings
     )

@@ -95,7 +95,9 @@ def test_a_study_runs_whole_and_its_tables_hold_figures(study, tmp_path):
     words = ["--quick", "--output_dir", str(tmp_path / "out")]
     if study in NEEDS_SST2:
         files = data(tmp_path)
-        words += files if study == "group_robust" else ["--data", str(tmp_path)]
+        words += (
+            files if study == "group_robust" else ["--data", str(tmp_path), "--half", "few-shot"]
+        )
     status, told = whole(study, words, str(tmp_path))
     assert status == 0, told[-2000:]
     text = (tmp_path / "out" / TABLES[study]).read_text(encoding="utf-8")
