@@ -136,7 +136,8 @@ def run_verify(arguments: Verify) -> int:
 def _published(name: str) -> tuple[Path, list[str]]:
     """A folder, or a copy of what a run publishes in the Hub's repository; names of all files there."""
     if Path(name).is_dir():
-        return Path(name), [file.name for file in Path(name).iterdir()]
+        found = (file for file in Path(name).rglob("*") if not file.is_dir())
+        return Path(name), [file.relative_to(name).as_posix() for file in found]
     from huggingface_hub import list_repo_files, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 

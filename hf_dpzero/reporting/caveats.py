@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +22,24 @@ if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
 
 
+_CLAIMED = re.compile(r"[\w ,]{1,120} (\((?:inf|[\d.]+), [\d.e-]+\))-differentially private ")
+
+
 def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What an epsilon leaves out where the base model was trained before; not private runs first."""
     found = []
     for run in sorted(earlier_runs, key=lambda run: bool(run["private"])):
-        quoted = run["statement"].replace('"', "'")
+        claim = _CLAIMED.match(run["statement"])  # numbers alone: the rest is its publisher's words
+        known = f"{claim[1]}-differentially private" if claim else "private"
+        says = known if run["private"] else "NOT PRIVATE"
         same = (
             "if private rows of it are among this run's, the budgets add up."
             if run["private"]
             else "with respect to the rows that it was trained on this model is not private either."
         )
         found.append(
-            f"The base model came out of an earlier run ({run['folder']}), which says: "
-            f'"{quoted}" The epsilon of this run does not cover that one: {same}'
+            f"The base model came out of an earlier run ({run['folder']}), which says that it "
+            f"is {says}. The epsilon of this run does not cover that one: {same}"
         )
     return found
 
@@ -217,8 +223,8 @@ def public_caveats(header: Mapping[str, Any]) -> list[str]:
         return []
     return [
         "The features are components that were fitted, without noise, to text that the user gave as "
-        f"public (SHA-256 {digest[:16]}). Only text that is exactly that of a training row was looked "
-        "for when they were fitted; whatever else the two share is not covered."
+        f"public (SHA-256 {str(digest)[:16]}). Only text that is exactly that of a training row was "
+        "looked for when they were fitted; whatever else the two share is not covered."
     ]
 
 
@@ -233,6 +239,6 @@ def federated_caveats(header: Mapping[str, Any]) -> list[str]:
         return []
     return [
         "Federated: the numbers are those of the client with the largest epsilon, one of "
-        f"{int(common['clients'])}; the run's federated_report.json has them all.",
+        f"{common['clients']:d}; the run's federated_report.json has them all.",
         *FEDERATED_CAVEATS,
     ]

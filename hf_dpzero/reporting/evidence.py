@@ -49,11 +49,15 @@ UNCHECKED = (
 def unchecked(names: Iterable[str]) -> list[str]:
     """What no check can see of a folder with files of such names; the page ends with it."""
     seen = (CARD_FILE, REPORT_FILE, TRAJECTORY_FILE, *WEIGHTS, SHARDS)
-    others = sorted(n for n in names if not any(fnmatch.fnmatchcase(n, known) for known in seen))
+    others = sorted(
+        ascii(name)
+        for name in names
+        if "/" in name or not any(fnmatch.fnmatchcase(name, known) for known in seen)
+    )
     return [*UNCHECKED[:-1], f"{UNCHECKED[-1]}: {', '.join(others) or 'none is here'}"]
 
 
-_VERSION = re.compile(rf"(?:{'|'.join(PACKAGES).replace('-', '_')}) [\w.+!-]{{1,60}}")
+_VERSION = re.compile(rf"(?:{'|'.join(PACKAGES).replace('-', '_')}) \d[\w.+!-]{{0,60}}")
 _CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|[\u03b5\u03f5]|differential", re.I)
 _WORD = r"\w[\w.+~-]{0,60}"
 _NAME = rf"{_WORD}(?: {_WORD}){{0,3}}"
@@ -138,30 +142,45 @@ def report_holds(folder: Path) -> str:
     for package in map(" ".join, stated.versions.items()):
         if not _VERSION.fullmatch(package):
             raise ValueError(f"{REPORT_FILE} names {package!r}, which is no package and version.")
-    _check_texts(stated, PrivacyPlan.from_dict(trajectory.header["plan"]))
+    _check_texts(stated, trajectory.header)
     for text in (stated.statement, *stated.caveats, *map(" ".join, stated.rows())):
         if not text.isprintable() or "<" in text:
             raise ValueError(f"{REPORT_FILE} says {text[:80]!r}, with line ends or HTML in it.")
     recipe = folder / RECIPE_FILE
     if recipe.is_file() and stated.private:
         _check_recipe(recipe_settings(recipe.read_text("utf-8")), stated)
+    if stated.steps < trajectory.next_step:
+        raise NotChecked(
+            f"it follows from the log but for its {stated.steps} steps, said to be those of one client, "
+            f"of {trajectory.next_step} in the log. It says: {stated.statement}"
+        )
     return f"follows from the plan and the releases in the log. It says: {stated.statement}"
 
 
-def _check_texts(stated: PrivacyReport, plan: PrivacyPlan) -> None:
+def _check_texts(stated: PrivacyReport, header: Mapping[str, Any]) -> None:
     """Refuses texts and sums of a log, which its publisher wrote, that no run of ours writes."""
+    plan, aside = PrivacyPlan.from_dict(header["plan"]), stated.set_aside.get("runs", ())
     texts = [(name, getattr(stated, name), form) for name, form in _GRAMMAR.items()]
-    runs = [*stated.parts, *stated.earlier_runs, *stated.set_aside.get("runs", ())]
+    runs = [*stated.parts, *stated.earlier_runs, *aside]
     texts += [(name, run.get(name), _NAME) for run in runs for name in ("folder", "method")]
+    texts += [("groups", name, _NAME) for name in (plan.groups.names if plan.groups else ())]
+    texts.append(("public_texts", header.get("public_texts"), "[0-9a-f]{64}"))
+    texts += [
+        (name, str(run[name]), r"\d+") for run in aside for name in ("steps", "planned_steps")
+    ]
     for name, text, form in texts:
-        if text is not None and not (re.fullmatch(form, text) and not _CLAIM.search(text)):
+        if text is not None and not (
+            re.fullmatch(form, str(text)) and not _CLAIM.search(str(text))
+        ):
             raise ValueError(
-                f"{REPORT_FILE} says {name}: {text[:80]!r}, which no run of ours does."
+                f"{REPORT_FILE} says {name}: {str(text)[:80]!r}, which no run of ours does."
             )
     if not plan.private:
         return
-    if (paid := stated.budget) and int(paid["entries"]) < 1:
-        raise ValueError(f"{REPORT_FILE} says {paid['entries']} entries of a budget file.")
+    if paid := stated.budget:
+        counted, known = paid["entries"], paid["epsilon"] <= paid["ceiling"]
+        if type(counted) is not int or counted < 1 or not known:
+            raise ValueError(f"{REPORT_FILE} says what no budget file does: {paid}.")
     for said, delta in (
         (stated.set_aside.get("epsilon"), stated.delta),
         (paid.get("epsilon"), paid.get("delta", stated.delta)),
@@ -259,8 +278,8 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
     """Compares what the card says of privacy with the report and the record of private evaluations.
 
     Below its metadata and a title the card has the statement, the table, private evaluations and
-    limitations, line for line, so nothing of its author's stands between them or could hide them; the
-    rest is the author's. Only a private run has the tag.
+    limitations, line for line, so nothing of its author's stands between them; the rest is the
+    author's. Only a private run has the tag.
     """
     from huggingface_hub import ModelCard
 
@@ -268,8 +287,9 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
         raise NotChecked(f"there is no {CARD_FILE}")
     text, made = (folder / CARD_FILE).read_text("utf-8"), evaluations_in(folder)
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
+    ends = re.search(r"(?m)^(---|\.\.\.)[ \t]*$", front)  # for some readers
     if (
-        not text.startswith("---\n") or "<" in front
+        not text.startswith("---\n") or "<" in front or ends
     ):  # a viewer would show it, or what hides the rest
         raise ValueError(f"{CARD_FILE} does not begin with a line --- and metadata without HTML.")
     title, _, stated = body.strip("\n").partition("\n")
@@ -277,7 +297,13 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
         raise ValueError(
             f"{CARD_FILE} begins with {title!r}, which is no title of one line of text."
         )
-    if wrong := [m.rows for m in made if _CLAIM.search(f"{m.rows} {m.metric} {m.noise_source}")]:
+    unit = _GRAMMAR["privacy_unit"]
+    if wrong := [
+        m.rows
+        for m in made
+        if _CLAIM.search(f"{m.rows} {m.metric} {m.noise_source} {m.privacy_unit}")
+        or not re.fullmatch(unit, m.privacy_unit)
+    ]:
         raise ValueError(f"{CARD_FILE} prints {wrong[0]!r} as the name of evaluated rows.")
     if other := _other_words(stated, report, made):
         if not all(_other_words(stated, report, made[:count]) for count in range(len(made))):
@@ -297,8 +323,8 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
     if made:
         joint = f" By the record of {len(made)} private evaluations: {together(report, made)}"
     return (
-        f"statement, table and {len(report.caveats)} limitations are the report's; the title, "
-        f"{title[2:]!r}, and all that follows the limitations are its author's.{joint}"
+        f"statement, table and {len(report.caveats)} limitations are the report's; metadata, the "
+        f"title {title[2:]!r} and all that follows the limitations are its author's.{joint}"
     )
 
 

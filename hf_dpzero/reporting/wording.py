@@ -297,7 +297,7 @@ def counted_steps(header: Mapping[str, Any], releases: int) -> int:
     if common is None:
         return releases
     steps = common.get("steps")
-    if "plan" not in header or not isinstance(steps, int) or steps < 0:
+    if "plan" not in header or type(steps) is not int or steps < 1:
         raise ValueError(
             "this trajectory is of a federated run that did not end, and no report was written for "
             "it: finish the run with `hf-dpzero federate RECIPE --resume` (on several machines, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hf_dpzero.cli import main
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.selection import TrialCount, selection_entry
+from hf_dpzero.reporting.caveats import base_caveats
 from hf_dpzero.reporting.evidence import epsilon_holds
 from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
@@ -172,14 +174,15 @@ def in_one_row(folder: Path) -> None:
     (folder / CARD).write_text(f"{text[:start]}{joined}\n\n{text[end:]}")
 
 
-def of_the_log(folder: Path, name: str, value: Any) -> None:
+def of_the_log(folder: Path, name: str, value: Any, steps: int = 6) -> None:
     """Log, report and card that agree with one another."""
     log, digest = Trajectory.load(folder / LOG), PrivacyReport.load(folder).weights_digest
     log.header[name] = value
     log.to_safetensors(folder / LOG)
-    report = PrivacyReport.from_header(log.header, steps=6, delta=1e-3, in_other_terms=True)
+    report = PrivacyReport.from_header(log.header, steps=steps, delta=1e-3, in_other_terms=True)
     replace(report, weights_digest=digest).save(folder)
-    write_model_card(folder)
+    with contextlib.suppress(ValueError):
+        write_model_card(folder)
 
 
 NONE_OF_OURS = "no run of ours"
@@ -203,6 +206,18 @@ def one_run(folder: Path) -> None:
     tuning["repeat_and_select"]["epsilon_one_run"] *= 0.1
     replace(old.with_tuning(tuning, plan, log.header), weights_digest=old.weights_digest).save(
         folder
+    )
+
+
+def counted_few(folder: Path, **federated: Any) -> None:
+    """A header that says how many of the log's releases were of the client."""
+    of_the_log(folder, "federated", federated, federated["steps"])
+
+
+def unit_of_rows(folder: Path) -> None:
+    evaluated(folder, "rows")
+    line_of(
+        folder, '"rows": "rows"', '"rows": "a", "privacy_unit": "row, at 0.01"', EVALUATIONS_FILE
     )
 
 
@@ -239,8 +254,14 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "earlier": (lambda f: said_by(f, earlier_runs=[{"folder": "a, 0.1 in all", "private": True,
         "statement": "x"}]), "report", NONE_OF_OURS),
     "budget": (lambda f: said_by(f, budget=PAID), "report", "this run alone"),
-    "entries": (lambda f: said_by(f, budget={**PAID, "entries": "1, in all"}), "report", "invalid"),
+    "entries": (lambda f: said_by(f, budget={**PAID, "entries": "1, so"}), "report", "no budget file"),
     "aside": (lambda f: said_by(f, set_aside={"runs": [ASIDE], "epsilon": 0.002}), "report", "alone"),
+    "aside's steps": (lambda f: said_by(f, set_aside={"runs": [{**ASIDE, "steps": "1, so 1"}],
+        "epsilon": 9.0}), "report", NONE_OF_OURS),
+    "public texts": (lambda f: said_by(f, public_texts="none, at 0.1"), "report", NONE_OF_OURS),
+    "no steps": (lambda f: counted_few(f, steps=0, clients=1), "report", "did not end"),
+    "true steps": (lambda f: counted_few(f, steps=True, clients=1), "report", "did not end"),
+    "ceiling": (lambda f: said_by(f, budget={**PAID, "epsilon": 9.5}), "report", "no budget file"),
     "one run": (one_run, "report", "epsilon_one_run"),
     "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "'<!--'"),
     "card's top": (lambda f: line_of(f, "## Priv", "So: 0.1\n\n## Priv"), "card", "So: 0.1"),
@@ -248,6 +269,8 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "card's direction": (lambda f: line_of(f, "# base", "# \u202eesab"), "card", "no title of one line"),
     "card's start": (hidden, "card", "metadata without HTML"),
     "card's metadata": (lambda f: line_of(f, "tags:", "x: |\n  <!--\ntags:"), "card", "metadata"),
+    "card's ends": (lambda f: line_of(f, "tags:", "--- \n# No\n\n~~~\ntags:"), "card", "metadata"),
+    "unit of rows": (unit_of_rows, "card", "name of evaluated rows"),
     "joined": (lambda f: line_of(f, "\n\n## How", "\x0c\x0c## No: 0.1\n\n## How"), "card", "says below"),
     "named": (lambda f: evaluated(f, "public: epsilon = 0"), "card", "name of evaluated rows"),
     "card's fence": (lambda f: line_of(f, "## Limi", "~~~\n## Limi"), "card", "~~~"),
@@ -297,7 +320,25 @@ def test_words_of_ones_own_beside_the_claims_are_free(published, base, tmp_path,
     line_of(folder, "## How to use", f"{OWN}\n## How to use")
     line_of(folder, "tags:", "license: mit\ntags:")
     status, found = verified(capsys, folder, "--base", base)
-    assert status == 0 and "the title, 'Our model" in found["card"][1]
+    assert status == 0 and "the title 'Our model" in found["card"][1]
+
+
+def test_steps_that_no_log_shows_are_not_checked(published, base, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    common = {"neighboring_relation": "add_or_remove_one", "steps": 1, "clients": 2}
+    of_the_log(folder, "federated", common, 1)
+    _, found = verified(capsys, folder, "--base", base)
+    assert found["report"][0] is None and "its 1 steps, said to be" in found["report"][1]
+    assert found["epsilon"][0] is None and found["noise"][0] is None
+
+
+def test_of_an_earlier_run_its_numbers_alone_are_quoted():
+    words = "The weights and the trajectory of this run are (0.9999, 1e-05)-differentially private under"
+    run = {"folder": "a", "private": True, "statement": f"{words} x.\u201d In all 0.1. \u201cIt"}
+    assert "it is (0.9999, 1e-05)-differentially private. The epsilon" in base_caveats([run])[0]
+    assert "says that it is NOT PRIVATE. The" in base_caveats([run | {"private": False}])[0]
+    assert "says that it is private. The" in base_caveats([run | {"statement": "In all 0.1."}])[0]
 
 
 def test_another_base_or_none_is_refused(published, base, tmp_path, capsys, monkeypatch):
@@ -331,7 +372,7 @@ def test_a_repository_of_the_hub_is_checked_as_a_folder_is(published, base, caps
     assert verified(capsys, "me/tiny", "--base", base)[0] == 0
     main.main(["verify", "me/tiny", "--base", str(base), "--json"])
     assert json.loads(capsys.readouterr().out)["cannot_be_checked"][-1].endswith(
-        ": x/pytorch_model.bin"
+        ": 'x/pytorch_model.bin'"
     )
     name, patterns = asked[0]
     assert name == "me/tiny" and {p.name for p in published.iterdir()} <= patterns
