@@ -22,15 +22,18 @@ if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
 
 
-_CLAIMED = re.compile(r"[\w ,]{1,120} (\((?:inf|[\d.]+), [\d.e-]+\))-differentially private ")
+_CLAIMED = re.compile(
+    r"[\w ,]{1,120} (\((?:inf|[\d.]+), [\d.e-]+\)-differentially private under (?:adding or removing|"
+    r"replacing) one [\w ]{1,60}): "
+)
 
 
 def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What an epsilon leaves out where the base model was trained before; not private runs first."""
     found = []
     for run in sorted(earlier_runs, key=lambda run: bool(run["private"])):
-        claim = _CLAIMED.match(run["statement"])  # numbers alone: the rest is its publisher's words
-        known = f"{claim[1]}-differentially private" if claim else "private"
+        claim = _CLAIMED.match(run["statement"])  # the rest is its publisher's words
+        known = claim[1] if claim else "private"
         says = known if run["private"] else "NOT PRIVATE"
         same = (
             "if private rows of it are among this run's, the budgets add up."

@@ -334,9 +334,10 @@ def test_steps_that_no_log_shows_are_not_checked(published, base, tmp_path, caps
 
 
 def test_of_an_earlier_run_its_numbers_alone_are_quoted():
-    words = "The weights and the trajectory of this run are (0.9999, 1e-05)-differentially private under"
-    run = {"folder": "a", "private": True, "statement": f"{words} x.\u201d In all 0.1. \u201cIt"}
-    assert "it is (0.9999, 1e-05)-differentially private. The epsilon" in base_caveats([run])[0]
+    claim = "(0.9999, 1e-05)-differentially private under replacing one row"
+    words = f"The weights of this run are {claim}: x.\u201d In all 0.1. \u201cIt"
+    run = {"folder": "a", "private": True, "statement": words}
+    assert f"says that it is {claim}. The epsilon" in base_caveats([run])[0]
     assert "says that it is NOT PRIVATE. The" in base_caveats([run | {"private": False}])[0]
     assert "says that it is private. The" in base_caveats([run | {"statement": "In all 0.1."}])[0]
 

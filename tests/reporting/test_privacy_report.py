@@ -362,7 +362,10 @@ def test_a_private_base_is_a_caveat_with_its_statement(tmp_path: Path) -> None:
     found = report(earlier_runs=runs_in(folder_of(tmp_path / "first", base)))
     assert found.earlier_runs == [{"folder": "first", "private": True, "statement": base.statement}]
     (caveat,) = set(found.caveats) - set(report().caveats)
-    assert base.statement in caveat
+    assert (
+        "says that it is (4.378, 1e-05)-differentially private under adding or removing one"
+        in caveat
+    )
     assert "the budgets add up" in caveat
     assert "(first)" in caveat
     assert found.statement == report().statement
@@ -389,7 +392,7 @@ def test_a_base_that_is_not_private_comes_before_the_usual_caveats(tmp_path: Pat
     found = report(earlier_runs=runs_in(folder_of(tmp_path / "leaky", base)))
     assert found.private  # of its own steps; the base's rows may be others
     assert base.statement.startswith("NOT PRIVATE: the method mezo")
-    assert base.statement in found.caveats[1]
+    assert "says that it is NOT PRIVATE." in found.caveats[1]
     assert [found.caveats[0], *found.caveats[2:]] == report().caveats
     assert found.statement.startswith(report().statement)
     assert "leaky, which is NOT PRIVATE" in found.statement
@@ -405,8 +408,8 @@ def test_what_lies_under_the_base_is_not_forgotten(tmp_path: Path) -> None:
         ("middle", True),
         ("leaky", False),
     ]
-    assert "NOT PRIVATE: the method mezo" in found.caveats[1]
-    assert sum(middle.statement in caveat for caveat in found.caveats) == 1
+    assert "says that it is NOT PRIVATE." in found.caveats[1]
+    assert sum("says that it is (4.378" in caveat for caveat in found.caveats) == 1
     assert "leaky, which is NOT PRIVATE" in found.statement
 
 
@@ -462,7 +465,7 @@ def test_training_on_top_of_a_leaky_run_says_so(leaky: Path, tmp_path: Path, cap
     found = PrivacyReport.load(tmp_path / "second")
     assert found == bound_to(trainer.privacy_report(), tmp_path / "second")
     assert found.private
-    assert "NOT PRIVATE: the method mezo" in found.caveats[1]
+    assert "says that it is NOT PRIVATE." in found.caveats[1]
     assert warned[0].getMessage() == found.caveats[1]
     folder = build_hub_folder(tmp_path / "second", tmp_path / "hub")
     assert PrivacyReport.load(folder) == found
