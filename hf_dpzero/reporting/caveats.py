@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _CLAIMED = re.compile(
     r"[\w ,]{1,120} (\((?:inf|[\d.]+), [\d.e-]+\)-differentially private under (?:adding or removing|"
-    r"replacing) one [\w ]{1,60}): "
+    r"replacing) one (?:training example|training block of text|[\w.-]{1,40} with all its rows)"
+    r"(?: by another| by an empty one)?): "
 )
 
 

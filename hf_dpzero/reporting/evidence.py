@@ -11,7 +11,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def unchecked(names: Iterable[str]) -> list[str]:
 _VERSION = re.compile(rf"(?:{'|'.join(PACKAGES).replace('-', '_')}) \d[\w.+!-]{{0,60}}")
 _CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|[\u03b5\u03f5]|differential", re.I)
 _WORD = r"\w[\w.+~-]{0,60}"
-_NAME = rf"{_WORD}(?: {_WORD}){{0,3}}"
+_NAME = rf"{_WORD}(?:[ /]{_WORD}){{0,3}}"
 _RATE = (
     r"learning_rate=# was given(?:, at which a fresh head makes # of the movement that noise, clip, B "
     r"and T allow: # is taken, as if it were left out\. learning_rate_is_final=True keeps a given one\."
@@ -72,10 +72,13 @@ _GRAMMAR = {
     "learning_rate": _RATE.replace("#", r"[\d.e+-]+"),
     "processes": r"|\d+(?: \((?:\d+ shares of the (?:rows|directions)(?: x )?){1,2}"
     r"(?:, parameters in parts by FSDP2)?\))?",
-    "noise_source": _WORD, "direction": _WORD,
-    "privacy_unit": f"{EXAMPLE}|{BLOCK}|{unit_words(_NAME)}",
+    "noise_source": _WORD, "direction": _WORD, "public_texts": "[0-9a-f]{64}",
+    "method": _WORD, "steps": r"\d+", "planned_steps": r"\d+",
 }  # fmt: skip
-"""Texts of a log that go into sentences: what a run of ours writes, and nothing that could claim."""
+"""Texts of a log that go into sentences, in the form that a run of ours gives them."""
+_UNIT = f"{EXAMPLE}|{BLOCK}|{unit_words(_NAME)}"
+_FREE = re.compile(rf"{_CLAIM.pattern}|\bDP\b|priva", re.I)
+"""What a name that is its owner's choice could claim."""
 
 
 class NotChecked(Exception):
@@ -104,7 +107,9 @@ def findings(
         try:
             return Finding(claim, True, check(*given))
         except NotChecked as missing:
-            return Finding(claim, None, str(missing))
+            return Finding(
+                claim, None, "".join(c if c.isprintable() else "?" for c in str(missing))
+            )
         except Exception as error:  # a stranger's file may break any code
             told = isinstance(error, ValueError | OSError | ImportError)
             why = str(error) if told else f"cannot be read ({type(error).__name__}: {error})"
@@ -143,12 +148,21 @@ def report_holds(folder: Path) -> str:
         if not _VERSION.fullmatch(package):
             raise ValueError(f"{REPORT_FILE} names {package!r}, which is no package and version.")
     _check_texts(stated, trajectory.header)
-    for text in (stated.statement, *stated.caveats, *map(" ".join, stated.rows())):
-        if not text.isprintable() or "<" in text:
-            raise ValueError(f"{REPORT_FILE} says {text[:80]!r}, with line ends or HTML in it.")
     recipe = folder / RECIPE_FILE
     if recipe.is_file() and stated.private:
         _check_recipe(recipe_settings(recipe.read_text("utf-8")), stated)
+    runs = (*stated.parts, *stated.earlier_runs, *stated.set_aside.get("runs", ()))
+    groups = PrivacyPlan.from_dict(trajectory.header["plan"]).groups
+    free = [*(run["folder"] for run in runs), *(groups.names if groups else ())]
+    for name, form in (*((name, _NAME) for name in free), (stated.privacy_unit, _UNIT)):
+        if not re.fullmatch(form, name) or _FREE.search(name):
+            raise NotChecked(
+                f"it follows from the log, and quotes {name[:80]!r}, a name that could be a claim. It "
+                f"says: {stated.statement}"
+            )
+    for text in (stated.statement, *stated.caveats, *map(" ".join, stated.rows())):
+        if not text.isprintable() or "<" in text:
+            raise ValueError(f"{REPORT_FILE} says {text[:80]!r}, with line ends or HTML in it.")
     if stated.steps < trajectory.next_step:
         raise NotChecked(
             f"it follows from the log but for its {stated.steps} steps, said to be those of one client, "
@@ -160,21 +174,15 @@ def report_holds(folder: Path) -> str:
 def _check_texts(stated: PrivacyReport, header: Mapping[str, Any]) -> None:
     """Refuses texts and sums of a log, which its publisher wrote, that no run of ours writes."""
     plan, aside = PrivacyPlan.from_dict(header["plan"]), stated.set_aside.get("runs", ())
-    texts = [(name, getattr(stated, name), form) for name, form in _GRAMMAR.items()]
-    runs = [*stated.parts, *stated.earlier_runs, *aside]
-    texts += [(name, run.get(name), _NAME) for run in runs for name in ("folder", "method")]
-    texts += [("groups", name, _NAME) for name in (plan.groups.names if plan.groups else ())]
-    texts.append(("public_texts", header.get("public_texts"), "[0-9a-f]{64}"))
-    texts += [
-        (name, str(run[name]), r"\d+") for run in aside for name in ("steps", "planned_steps")
-    ]
-    for name, text, form in texts:
-        if text is not None and not (
-            re.fullmatch(form, str(text)) and not _CLAIM.search(str(text))
-        ):
-            raise ValueError(
-                f"{REPORT_FILE} says {name}: {str(text)[:80]!r}, which no run of ours does."
-            )
+    own = {**asdict(stated), "public_texts": header.get("public_texts")}
+    for values in (own, *aside):
+        for name, text in ((name, values.get(name)) for name in _GRAMMAR):
+            if text is not None and (
+                not re.fullmatch(_GRAMMAR[name], str(text)) or _CLAIM.search(str(text))
+            ):
+                raise ValueError(
+                    f"{REPORT_FILE} says {name}: {str(text)[:80]!r}, which no run of ours does."
+                )
     if not plan.private:
         return
     if paid := stated.budget:
@@ -287,7 +295,7 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
         raise NotChecked(f"there is no {CARD_FILE}")
     text, made = (folder / CARD_FILE).read_text("utf-8"), evaluations_in(folder)
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
-    ends = re.search(r"(?m)^(---|\.\.\.)[ \t]*$", front)  # for some readers
+    ends = re.search(r"(?m)^(---|\.\.\.)", front)  # for some readers
     if (
         not text.startswith("---\n") or "<" in front or ends
     ):  # a viewer would show it, or what hides the rest
@@ -297,12 +305,11 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
         raise ValueError(
             f"{CARD_FILE} begins with {title!r}, which is no title of one line of text."
         )
-    unit = _GRAMMAR["privacy_unit"]
     if wrong := [
         m.rows
         for m in made
         if _CLAIM.search(f"{m.rows} {m.metric} {m.noise_source} {m.privacy_unit}")
-        or not re.fullmatch(unit, m.privacy_unit)
+        or not re.fullmatch(_UNIT, m.privacy_unit)
     ]:
         raise ValueError(f"{CARD_FILE} prints {wrong[0]!r} as the name of evaluated rows.")
     if other := _other_words(stated, report, made):

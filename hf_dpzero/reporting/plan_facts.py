@@ -123,12 +123,12 @@ def parts_of(
     known = [*map(dict, extends), {"folder": "this run"}]
     return [
         {
+            **entry,  # of the log: it may add to what follows from the plan, and change nothing of it
             "method": part.mechanism.name,
             "noise_multiplier": part.mechanism.noise_multiplier,
             "steps": done,
             "planned_steps": part.steps,
             "epsilon": part.epsilon(delta, at=done),
-            **entry,
         }
         for (part, done), entry in zip(runs, known, strict=True)
     ]

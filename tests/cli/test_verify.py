@@ -246,13 +246,10 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "card's row": (lambda f: line_of(f, "| delta |", "|delta|0|\n| delta |"), "card", "|delta|0|"),
     "card's limits": (lambda f: line_of(f, ": The loss, class", ": Class"), "card", "The loss, class"),
     "one row": (in_one_row, "card", "| epsilon (spent) |"),
-    "unit": (lambda f: said_by(f, privacy_unit="man, with all he has"), "report", NONE_OF_OURS),
     "rate": (lambda f: said_by(f, learning_rate="1, for 0.1"), "report", NONE_OF_OURS),
     "noise's name": (lambda f: said_by(f, noise_source="os_entropy and more"), "report", NONE_OF_OURS),
     "processes": (lambda f: said_by(f, processes="1, so that it is 0.1"), "report", NONE_OF_OURS),
     "direction": (lambda f: said_by(f, direction="any, at 0.1"), "report", NONE_OF_OURS),
-    "earlier": (lambda f: said_by(f, earlier_runs=[{"folder": "a, 0.1 in all", "private": True,
-        "statement": "x"}]), "report", NONE_OF_OURS),
     "budget": (lambda f: said_by(f, budget=PAID), "report", "this run alone"),
     "entries": (lambda f: said_by(f, budget={**PAID, "entries": "1, so"}), "report", "no budget file"),
     "aside": (lambda f: said_by(f, set_aside={"runs": [ASIDE], "epsilon": 0.002}), "report", "alone"),
@@ -333,8 +330,49 @@ def test_steps_that_no_log_shows_are_not_checked(published, base, tmp_path, caps
     assert found["epsilon"][0] is None and found["noise"][0] is None
 
 
+def of_a_chain(folder: Path, /, **entry: Any) -> None:
+    """A cheap run before this one, and what the header says of it."""
+    log, old = Trajectory.load(folder / LOG), PrivacyReport.load(folder)
+    plan = PrivacyPlan.from_dict(log.header["plan"])
+    chain = replace(plan, after=((replace(plan, steps=1), 1),))
+    known = {"folder": "first", "base_weights": "equal_to_named", "tuning": "none", **entry}
+    log.header |= {"plan": chain.to_dict(), "extends": [known]}
+    log.to_safetensors(folder / LOG)
+    report = PrivacyReport.from_header(log.header, steps=6, delta=1e-3, in_other_terms=True)
+    replace(report, weights_digest=old.weights_digest).save(folder)
+    write_model_card(folder)
+
+
+NAMES: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
+    "a base of the Hub": (lambda f: said_by(f, earlier_runs=[{"folder": "org/model-1.0",
+        "private": True, "statement": "x"}]), True),
+    "a claim": (lambda f: said_by(f, earlier_runs=[{"folder": "a, 0.1 in all", "private": True,
+        "statement": "x"}]), None),
+    "a unit": (lambda f: said_by(f, privacy_unit="who with all its rows"), True),
+    "no unit": (lambda f: said_by(f, privacy_unit="man, with all he has"), None),
+    "DP": (lambda f: of_a_chain(f, folder="0.1-DP for every man"), None),
+    "a chain": (of_a_chain, True),
+    "its steps": (lambda f: of_a_chain(f, steps="9, so 0 in all", epsilon=0.0), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_a_name_that_could_claim_is_not_checked(names, published, base, tmp_path, capsys):
+    """It is its owner's choice, so it is no reason to refuse. What the plan says stays."""
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    alter, holds = NAMES[names]
+    alter(folder)
+    text = (folder / REPORT).read_text()
+    assert "9, so 0" not in text
+    _, found = verified(capsys, folder, "--base", base)
+    assert found["report"][0] is holds, found["report"]
+    assert holds or "a name that could be a claim" in found["report"][1]
+
+
 def test_of_an_earlier_run_its_numbers_alone_are_quoted():
-    claim = "(0.9999, 1e-05)-differentially private under replacing one row"
+    unit = "training example by another"
+    claim = f"(0.9999, 1e-05)-differentially private under replacing one {unit}"
     words = f"The weights of this run are {claim}: x.\u201d In all 0.1. \u201cIt"
     run = {"folder": "a", "private": True, "statement": words}
     assert f"says that it is {claim}. The epsilon" in base_caveats([run])[0]
