@@ -229,6 +229,7 @@ ASIDE = {
     "planned_steps": 1,
     "epsilon": 0.001,
 }
+CUT = "x\n## Limitations\n\n## y"
 CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "weights": (weights_of, "weights", "changed or replaced after the run saved them"),
     "weights and report": (weights_and_report, "weights", "not what the trajectory gives"),
@@ -259,6 +260,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no steps": (lambda f: counted_few(f, steps=0, clients=1), "report", "did not end"),
     "true steps": (lambda f: counted_few(f, steps=True, clients=1), "report", "did not end"),
     "ceiling": (lambda f: said_by(f, budget={**PAID, "epsilon": 9.5}), "report", "no budget file"),
+    "line ends": (lambda f: of_a_chain(f, folder=CUT), "report", "with line ends"),
     "one run": (one_run, "report", "epsilon_one_run"),
     "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "'<!--'"),
     "card's top": (lambda f: line_of(f, "## Priv", "So: 0.1\n\n## Priv"), "card", "So: 0.1"),
@@ -267,9 +269,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "card's start": (hidden, "card", "metadata without HTML"),
     "card's metadata": (lambda f: line_of(f, "tags:", "x: |\n  <!--\ntags:"), "card", "metadata"),
     "card's ends": (lambda f: line_of(f, "tags:", "--- \n# No\n\n~~~\ntags:"), "card", "metadata"),
-    "unit of rows": (unit_of_rows, "card", "name of evaluated rows"),
     "joined": (lambda f: line_of(f, "\n\n## How", "\x0c\x0c## No: 0.1\n\n## How"), "card", "says below"),
-    "named": (lambda f: evaluated(f, "public: epsilon = 0"), "card", "name of evaluated rows"),
     "card's fence": (lambda f: line_of(f, "## Limi", "~~~\n## Limi"), "card", "~~~"),
     "no end": (lambda f: line_of(f, "## How", "So: 0.1\n\n## How"), "card", "So: 0.1"),
     "name": (lambda f: evaluated(f, "a)\n```\n\nepsilon = 0.1"), "card", "private evaluations"),
@@ -352,6 +352,7 @@ NAMES: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
     "no unit": (lambda f: said_by(f, privacy_unit="man, with all he has"), None),
     "DP": (lambda f: of_a_chain(f, folder="0.1-DP for every man"), None),
     "a chain": (of_a_chain, True),
+    "a number": (lambda f: of_a_chain(f, folder="<18, run (2)"), None),
     "its steps": (lambda f: of_a_chain(f, steps="9, so 0 in all", epsilon=0.0), True),
 }  # fmt: skip
 
@@ -368,6 +369,16 @@ def test_a_name_that_could_claim_is_not_checked(names, published, base, tmp_path
     _, found = verified(capsys, folder, "--base", base)
     assert found["report"][0] is holds, found["report"]
     assert holds or "a name that could be a claim" in found["report"][1]
+
+
+def test_names_of_evaluations_that_could_claim_are_not_checked(published, base, tmp_path, capsys):
+    for alter in (unit_of_rows, lambda f: evaluated(f, "public: epsilon = 0")):
+        folder = tmp_path / str(alter)[:20]
+        shutil.copytree(published, folder)
+        alter(folder)
+        card = verified(capsys, folder, "--base", base)[1]["card"]
+        assert card[0] is None and "could be a claim" in card[1]
+        shutil.rmtree(folder)
 
 
 def test_of_an_earlier_run_its_numbers_alone_are_quoted():
