@@ -58,7 +58,8 @@ def unchecked(names: Iterable[str]) -> list[str]:
 
 
 _VERSION = re.compile(rf"(?:{'|'.join(PACKAGES).replace('-', '_')}) \d[\w.+!-]{{0,60}}")
-_CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|[\u03b5\u03f5]|differential", re.I)
+_TERMS = r"epsilon|\beps\b|[\u03b5\u03f5]|differential"
+_CLAIM = re.compile(rf"[|<>*`\[\]]|{_TERMS}", re.I)
 _WORD = r"\w[\w.+~-]{0,60}"
 _NAME = rf"{_WORD}(?:[ /]{_WORD}){{0,3}}"
 _RATE = (
@@ -306,7 +307,7 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
             f"{CARD_FILE} begins with {title!r}, which is no title of one line of text."
         )
     for name in (text for m in made for text in (m.rows, m.metric, m.noise_source)):
-        if re.search(r"epsilon|\beps\b|[\u03b5\u03f5]|differential", name, re.I):
+        if re.search(_TERMS, name, re.I):
             raise NotChecked(f"it prints {name!r}, a name that could be a claim")
     if wrong := [m.privacy_unit for m in made if not re.fullmatch(_UNIT, m.privacy_unit)]:
         raise NotChecked(f"it prints the unit {wrong[0]!r}, a name that could be a claim")
