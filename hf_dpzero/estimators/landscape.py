@@ -15,6 +15,7 @@ All of it is a function of the data: measure on public rows only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,10 @@ class Landscape(NamedTuple):
     curvature: float
     along: float
     rows: int
+
+    def norm(self, directions: int) -> float:
+        """Returns the root mean square over rows of the norm of K slopes."""
+        return math.sqrt(directions * (self.slope + self.scatter))
 
 
 @torch.no_grad()

@@ -76,7 +76,8 @@ on; two that few steps tell apart like 0.06, and lose from 0.25 on, for C falls 
 FOLLOWED, FOLLOWED_AT_LEAST = 0.15, 20
 """Share of the steps in which the rate follows an adaptive clip (alpha C^2 is constant); of a short run
 so many steps, in which a clip falls to a seventh, but no more than half. Later the clip falls because
-rows are learned, and a rate that followed it would grow without end."""
+rows are learned, and a rate that followed it would grow without end: it follows only down to the norms of
+public rows at the start, where these are known."""
 
 CLASSIC: dict[str, Any] = {
     "learning_rate": 5e-5, "clip": 50.0, "clipping": "fixed", "num_directions": 1,
@@ -312,7 +313,7 @@ def rate_on(
     mechanism, (slope, scatter, curvature, along, _) = plan.mechanism, landscape
     batch, directions = float(mechanism.divisor), int(getattr(mechanism, "num_directions", 1))
     slope = max(slope, LEAST_SLOPE * scatter / batch)
-    norm = math.sqrt(directions * (slope + scatter))
+    norm = landscape._replace(slope=slope).norm(directions)
     if not norm:
         return 0.0
     clip = norm if mechanism.name == "dpzero-adaptive" else mechanism.clip  # it follows the norms

@@ -72,12 +72,12 @@ class ZerothOrderMethod:
     def __init__(self, run: Run, state: Mapping[str, Any] | None) -> None:
         self.run = run
         self.space = space_from_header(run.model, run.header)
-        self._follow_most = math.inf
+        self._follow_to = self._follow_most = math.inf
         if state is None:
             self.space.snap_()
         else:
             self.space.load_state_dict(state["grids"])
-            self._follow_most = state["follow_most"]
+            self._follow_to, self._follow_most = state.get("follow_to", math.inf), state["follow_most"]
             if told := state["landscape"]:
                 run.landscape = Landscape(*told)
         self.lockstep = (
@@ -96,6 +96,7 @@ class ZerothOrderMethod:
         if state is None and "learning_rate" in run.chosen and not run.rate_said:
             found = self._landscape()
             if found is not None and (rate := self._rate_on(found)):
+                self._follow_to = found.norm(run.args.num_directions)
                 self._follow_most = max(1.0, rate / run.args.learning_rate)
                 if rate < run.args.learning_rate:
                     run.landscape, run.args.learning_rate = found, rate
@@ -109,6 +110,7 @@ class ZerothOrderMethod:
             follow_clip=0
             if run.landscape
             else steps_that_follow(run.chosen, run.args.clipping, run.plan.steps),
+            follow_to=self._follow_to,
             follow_most=self._follow_most,
             mechanism_at=run.plan.scheduled,
             smoothing_at=smoothing_of_steps(run.args, run.plan.steps),
@@ -243,6 +245,7 @@ class ZerothOrderMethod:
         return {
             "grids": self.space.state_dict(),
             "landscape": self.run.landscape,
+            "follow_to": self._follow_to,
             "follow_most": self._follow_most,
         }
 

@@ -56,6 +56,7 @@ class ZerothOrderStep(PrivateStep):
       units: rows are averaged by unit before the clip; `groups` has their codes.
       follow_clip: for so many steps, learning rate times clip squared is what it was for the plan's
         clip; then the rate stays with the clip of that step (see `settings.defaults`).
+      follow_to: beyond them it follows as far as the clip is above this one.
       follow_most: it grows to so many times the given one at most.
       defer: leave restore and update to the next step's first forward pass, or to `space.settle_`,
         which is called before anything else reads them (`estimators.forward_passes`). A process that is
@@ -73,6 +74,7 @@ class ZerothOrderStep(PrivateStep):
     smoothing_at: Callable[[int], float] | None = None
     units: bool = False
     follow_clip: int = 0
+    follow_to: float = math.inf
     follow_most: float = math.inf
     defer: bool = False
 
@@ -129,8 +131,10 @@ class ZerothOrderStep(PrivateStep):
         released = functools.partial(mechanism.release, total, step, self.noise)
         rate = learning_rate
         if self.follow_clip:
-            followed = mechanism if step <= self.follow_clip else self._held
-            rate *= min(float((self.mechanism.clip / followed.clip) ** 2), self.follow_most)
+            followed = mechanism.clip
+            if step > self.follow_clip:
+                followed = min(self._held.clip, max(followed, self.follow_to))
+            rate *= min(float((self.mechanism.clip / followed) ** 2), self.follow_most)
         late = self.defer and not active()
         release = self._release(step, rate, mechanism, released, wait=not late)
         if late:
@@ -146,7 +150,7 @@ class ZerothOrderStep(PrivateStep):
 
     @functools.cached_property
     def _held(self) -> Mechanism:
-        """The mechanism of the last step whose clip the learning rate follows."""
+        """The mechanism of the last step whose clip the learning rate follows wherever it goes."""
         # A schedule of its own: `_schedule` only goes forward.
         schedule = MechanismSchedule(self.mechanism, self.mechanism_at)
         return schedule.after(self.trajectory.releases[: self.follow_clip])

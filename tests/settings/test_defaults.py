@@ -183,6 +183,29 @@ def test_a_rate_follows_the_clip_up_to_what_public_rows_allow(tmp_path, monkeypa
     assert allowed == pytest.approx(1.05 * rates["capped"][0])
 
 
+def test_a_rate_follows_the_clip_beyond_the_first_steps_down_to_norms_of_public_rows(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(zeroth_order_method, "size_of_moved", lambda run: 0.0)
+    monkeypatch.setattr(landscape, "measure", lambda *_: Landscape(6.0, 2.0, 1.0, 1.0, 40))
+    settings = {**GIVEN_NOTHING, "lr_scheduler_type": "constant", "num_directions": 2}
+    settings |= {"max_steps": 40, "save_strategy": "steps", "save_steps": 30}
+    trainer = build(tmp_path, **settings)
+    trainer.train()
+    releases = trainer.trajectory.releases
+    schedule = type(trainer.step._schedule)(trainer.plan.mechanism)
+    clips = [schedule.after(releases[:t]).clip for t in range(40)]
+    assert clips[20] > 4.0 > clips[39]  # 4 = (2 (6 + 2))^(1/2)
+    for release, clip in zip(releases, clips, strict=True):
+        followed = clip if release.step <= 20 else min(clips[20], max(clip, 4.0))
+        at_first = releases[0].learning_rate
+        assert release.learning_rate == pytest.approx(at_first * (50.0 / followed) ** 2)
+
+    again = build(tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-30"))
+    assert again.trajectory.releases == releases
+
+
 def test_public_rows_are_looked_at_in_float32_where_products_are_not(tmp_path, monkeypatch):
     seen = []
 
