@@ -27,6 +27,8 @@ from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to, check_weights
 from hf_dpzero.reporting.weights import read_weights, weight_files
+from hf_dpzero.reporting.wording import EQUAL, EQUAL_BUT_NEW, NOT_COMPARED
+from hf_dpzero.run_folder.base_model import check_start
 from hf_dpzero.run_folder.initial_values import load_initial_model
 from hf_dpzero.run_folder.left_on_disk import left_on_disk, remove
 from hf_dpzero.shipped import shipped_file
@@ -172,11 +174,17 @@ def _weights_hold(
             f"the base model cannot be loaded, so the weights were not rebuilt: {error} Give its folder "
             "or Hub id by --base."
         ) from error
+    stated, start = report.base_weights, check_start(model, False, private=False)[0]
+    if stated in (EQUAL, EQUAL_BUT_NEW) and start not in (EQUAL, stated, NOT_COMPARED):
+        raise ValueError(
+            f"the start is {start!r}, and {REPORT_FILE} says {stated!r}: what the run began with is not "
+            "the base that it names."
+        )
     replay(model, trajectory)
     with tempfile.TemporaryDirectory() as made:
         model.save_pretrained(made)
         same = _compared(Path(made), folder)
-    return f"rebuilt from the log and the base that it names by digest: {same}"
+    return f"rebuilt from the log and the base that it names by digest ({start}): {same}"
 
 
 def _base_of(folder: Path, trajectory: Trajectory, base: str | None) -> tuple[str, list[str]]:

@@ -230,15 +230,17 @@ def _evaluate_privately(
     from hf_dpzero.reporting.private_evaluations import evaluations_in, together
 
     report, step, model = None, None, Path(recipe.model.model_name_or_path)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError):  # no report; one of other weights says nothing of a budget
         report = report_of(model)
         step = report.steps if report.shipped_step is None else report.shipped_step
-    named = arguments.private_file or recipe.training.budget_file
-    if report is not None and report.budget and not named:
-        raise ValueError(
-            f"{model} was paid for by a budget file, and its held-out rows are of the same data: name "
-            "the file (--budget_file), so that all releases are added up."
-        )
+    same_data = arguments.private_file is None or arguments.trained_on
+    if report is not None and report.budget and same_data:
+        if (paying := recipe.training.budget_file) is None:
+            raise ValueError(
+                f"{model} was paid for by a budget file, and these rows are of the same data: name the "
+                "file (--budget_file), so that all releases are added up."
+            )
+        read(paying).check_holds(report.budget["entry"], f"the run that made {model}")
     trainer = evaluator(recipe, task, base, "private")
     rows, trainer.eval_dataset, trainer.args.output_dir = trainer.eval_dataset, None, str(folder)
     made = trainer.evaluate_privately(

@@ -323,6 +323,9 @@ def total_epsilon(plan: PrivacyPlan, tuning: Tuning, delta: float) -> float:
     listed = tuning["composition"]["plans"]
     if plan.to_dict() not in [item["plan"] for item in listed]:
         raise ValueError("tuning: the composition does not list the plan of this very run.")
+    counts = [item["count"] for item in listed]
+    if not all(type(count) is int and count > 0 for count in counts):
+        raise ValueError(f"tuning: plans are listed {counts} times, which are no numbers of runs.")
     runs = [PrivacyPlan.from_dict(item["plan"]) for item in listed for _ in range(item["count"])]
     if len(runs) != tuning["composition"]["runs"]:
         raise ValueError(f"tuning: {len(runs)} plans are listed for another number of runs.")

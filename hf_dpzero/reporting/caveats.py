@@ -63,8 +63,9 @@ def caveats(
     evaluation, constants, logs = _COMMON_CAVEATS
     rows = facts["privacy_unit"] in (EXAMPLE, BLOCK)
     coupled = _COUPLING_CAVEATS[facts["forward_passes"]]
-    most = 1 + 2 * getattr(plan.mechanism, "rows_per_unit", 1)
-    exotic = [constants, coupled.format(unit="example" if rows else "unit", most=most)]
+    radii, unit = plan.mechanism.sensitivity_add_remove, "example" if rows else "unit"
+    most = radii + 2 * getattr(plan.mechanism, "rows_per_unit", 1)
+    exotic = [constants, coupled.format(unit=unit, most=most, radii=radii)]
     several = facts["processes"] not in ("", "1")
     links = [_LINKS_CAVEAT.format(facts["processes"])] if several else []
     of_base = base_caveats(facts["earlier_runs"])
@@ -191,7 +192,7 @@ _COUPLING_CAVEATS = {
     "fixed shapes": "What an example adds to a step is assumed not to depend on the others in its "
     "forward pass, and to move by at most 2^-8 of the clipping norm with its place there: both were "
     "tried before training on invented rows, at two widths. Where places move it further, adding or "
-    "removing one {unit} moves the sum of a step by at most {most} clipping norms in place of one.",
+    "removing one {unit} moves the sum of a step by at most {most} clipping norms in place of {radii}.",
     "one example": "An example's loss is assumed not to depend on those evaluated before it; each was "
     "evaluated by itself.",
     "": "An example's loss or gradient is assumed not to depend on the others in its microbatch (tried "

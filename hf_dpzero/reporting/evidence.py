@@ -10,13 +10,17 @@ import fnmatch
 import math
 import re
 import textwrap
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_dpzero.ledger.trajectory import Release, Trajectory
+from hf_dpzero.perturbation.directions import DISTRIBUTIONS
+from hf_dpzero.privacy.accounting import epsilon_together
 from hf_dpzero.privacy.bracket import epsilon_bracket
+from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.privacy.selection import WORDS
@@ -58,8 +62,7 @@ def unchecked(names: Iterable[str]) -> list[str]:
 
 
 _VERSION = re.compile(rf"(?:{'|'.join(PACKAGES).replace('-', '_')}) \d[\w.+!-]{{0,60}}")
-_TERMS = r"epsilon|\beps\b|[\u03b5\u03f5]|differential"
-_CLAIM = re.compile(rf"[|<>*`\[\]]|{_TERMS}", re.I)
+_CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|[\u03b5\u03f5]|differential", re.I)
 _WORD = r"\w[\w.+~-]{0,60}"
 _NAME = rf"{_WORD}(?:[ /]{_WORD}){{0,3}}"
 _RATE = (
@@ -69,17 +72,19 @@ _RATE = (
     r"would\. Rates of training with gradients do not carry over: leave it out, unless it was found for "
     r"this method\.)"
 )
+_GRIDS = SecureNoise.name.replace("_exact", "(_exact|(_key)?_on_grid)")
+_NOISE = rf"none|{_GRIDS}|(?i:insecure)\w{{0,60}}"
 _GRAMMAR = {
     "learning_rate": _RATE.replace("#", r"[\d.e+-]+"),
     "processes": r"|\d+(?: \((?:\d+ shares of the (?:rows|directions)(?: x )?){1,2}"
     r"(?:, parameters in parts by FSDP2)?\))?",
-    "noise_source": _WORD, "direction": _WORD, "public_texts": "[0-9a-f]{64}",
+    "noise_source": _NOISE,
+    "direction": "|".join(("none", *DISTRIBUTIONS)), "public_texts": "[0-9a-f]{64}",
     "method": _WORD, "steps": r"\d+", "planned_steps": r"\d+",
 }  # fmt: skip
 """Texts of a log that go into sentences, in the form that a run of ours gives them."""
-_UNIT = f"{EXAMPLE}|{BLOCK}|{unit_words(_NAME)}"
-_FREE = re.compile(rf"{_CLAIM.pattern}|\bDP\b|priva", re.I)
-"""What a name that is its owner's choice could claim."""
+_FREE = re.compile(rf"{_CLAIM.pattern}|\bDP\b|priva|(?:^|[ /])\d*\.\d+(?:$|[ /])", re.I)
+"""What a name that is its owner's choice could claim with; a bare fraction too."""
 
 
 class NotChecked(Exception):
@@ -105,16 +110,16 @@ def findings(
     """
 
     def finding(claim: str, check: Callable[..., str], *given: Any) -> Finding:
+        holds: bool | None = True
         try:
-            return Finding(claim, True, check(*given))
+            text = check(*given)
         except NotChecked as missing:
-            return Finding(
-                claim, None, "".join(c if c.isprintable() else "?" for c in str(missing))
-            )
+            holds, text = None, str(missing)
         except Exception as error:  # a stranger's file may break any code
             told = isinstance(error, ValueError | OSError | ImportError)
             why = str(error) if told else f"cannot be read ({type(error).__name__}: {error})"
-            return Finding(claim, False, " ".join(why.split()))
+            holds, text = False, " ".join(why.split())
+        return Finding(claim, holds, _printable(text))
 
     found = [finding("log", _log_holds, folder), finding("report", report_holds, folder)]
     try:
@@ -125,9 +130,13 @@ def findings(
         *found,
         finding("epsilon", epsilon_holds, *run),
         finding("noise", noise_holds, *run),
-        finding("card", card_holds, folder, run[0]),
+        finding("card", card_holds, folder, *run),
         finding("weights", weights_hold, *run),
     ]
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _log_holds(folder: Path) -> str:
@@ -146,30 +155,55 @@ def report_holds(folder: Path) -> str:
             f"{stated.versions.get('hf_dpzero')}, it says."
         )
     for package in map(" ".join, stated.versions.items()):
-        if not _VERSION.fullmatch(package):
+        if not _VERSION.fullmatch(package) or _FREE.search(package):
             raise ValueError(f"{REPORT_FILE} names {package!r}, which is no package and version.")
     _check_texts(stated, trajectory.header)
     recipe = folder / RECIPE_FILE
     if recipe.is_file() and stated.private:
-        _check_recipe(recipe_settings(recipe.read_text("utf-8")), stated)
+        federated = trajectory.header.get("federated") is not None
+        _check_recipe(recipe_settings(recipe.read_text("utf-8")), stated, federated)
+    names = sorted(_names(stated, trajectory), key=len, reverse=True)
     for text in (stated.statement, *stated.caveats, *map(" ".join, stated.rows())):
+        for name in (name for name in names if name.splitlines() == [name]):
+            text = text.replace(name, "")
         if not text.isprintable() or re.search(r"<[A-Za-z!/?]", text):
             raise ValueError(f"{REPORT_FILE} says {text[:80]!r}, with line ends or HTML in it.")
-    runs = (*stated.parts, *stated.earlier_runs, *stated.set_aside.get("runs", ()))
-    groups = PrivacyPlan.from_dict(trajectory.header["plan"]).groups
-    free = [*(run["folder"] for run in runs), *(groups.names if groups else ())]
-    for name, form in (*((name, _NAME) for name in free), (stated.privacy_unit, _UNIT)):
-        if not re.fullmatch(form, name) or _FREE.search(name):
-            raise NotChecked(
-                f"it follows from the log, and quotes {name[:80]!r}, a name that could be a claim. It "
-                f"says: {stated.statement}"
-            )
+    if odd := _odd_name(names):
+        raise NotChecked(
+            f"it follows from the log, and quotes {odd[:80]!r}, a name that could be a claim. It "
+            f"says: {stated.statement}"
+        )
     if stated.steps < trajectory.next_step:
         raise NotChecked(
             f"it follows from the log but for its {stated.steps} steps, said to be those of one client, "
             f"of {trajectory.next_step} in the log. It says: {stated.statement}"
         )
     return f"follows from the plan and the releases in the log. It says: {stated.statement}"
+
+
+def _names(stated: PrivacyReport, trajectory: Trajectory) -> list[str]:
+    """What a report quotes of its owner's choice: folders of runs, groups, the unit's column."""
+    runs = (*stated.parts, *stated.earlier_runs, *stated.set_aside.get("runs", ()))
+    groups = PrivacyPlan.from_dict(trajectory.header["plan"]).groups
+    column = [] if stated.privacy_unit in (EXAMPLE, BLOCK) else [_column(stated.privacy_unit)]
+    return [*(run["folder"] for run in runs), *(groups.names if groups else ()), *column]
+
+
+def _column(unit: str) -> str:
+    """The column that a unit's words name; other words as a quotation, which is no name."""
+    return unit.removesuffix(end) if unit.endswith(end := unit_words("")) else repr(unit)
+
+
+def _odd_name(names: Iterable[str]) -> str | None:
+    """The first name that could be more than one, as another alphabet's letters read too."""
+    return next(
+        (
+            name
+            for name in names
+            if not re.fullmatch(_NAME, name) or _FREE.search(unicodedata.normalize("NFKC", name))
+        ),
+        None,
+    )
 
 
 def _check_texts(stated: PrivacyReport, header: Mapping[str, Any]) -> None:
@@ -184,29 +218,33 @@ def _check_texts(stated: PrivacyReport, header: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{REPORT_FILE} says {name}: {str(text)[:80]!r}, which no run of ours does."
                 )
-    if not plan.private:
-        return
     if paid := stated.budget:
         counted, known = paid["entries"], paid["epsilon"] <= paid["ceiling"]
         if type(counted) is not int or counted < 1 or not known:
             raise ValueError(f"{REPORT_FILE} says what no budget file does: {paid}.")
+    if not plan.private:
+        return
     for said, delta in (
         (stated.set_aside.get("epsilon"), stated.delta),
         (paid.get("epsilon"), paid.get("delta", stated.delta)),
     ):
-        bracket = None if said is None else epsilon_bracket(plan.own_parts(), delta, said)
-        if bracket and said is not None and said * (1 + 1e-6) < bracket[0]:
+        if said is None:
+            continue
+        bracket = epsilon_bracket(plan.own_parts(), delta, said)
+        least = bracket[0] if bracket else epsilon_together(plan.own_parts(), delta)
+        if said * (1 + 1e-6) < least:
             raise ValueError(
-                f"{REPORT_FILE} says {said:.6g} for several, and this run alone is {bracket[0]:.6g}."
+                f"{REPORT_FILE} says {said:.6g} for several, and this run alone is {least:.6g}."
             )
 
 
-def _check_recipe(settings: Mapping[str, Any], stated: PrivacyReport) -> None:
+def _check_recipe(settings: Mapping[str, Any], stated: PrivacyReport, federated: bool) -> None:
     """Refuses a published recipe of another target, relation or unit than the report's."""
     unit = stated.privacy_unit
     wanted: dict[str, Any] = {"neighboring_relation": stated.neighboring_relation}
-    wanted["unit_column"] = None if unit in (EXAMPLE, BLOCK) else unit.removesuffix(unit_words(""))
-    if stated.tuning in WORDS:  # a sweep's target is another one
+    wanted["unit_column"] = None if unit in (EXAMPLE, BLOCK) else _column(unit)
+    # a sweep's target is another one, and clients may have their own
+    if stated.tuning in WORDS and not federated:
         wanted |= {"target_epsilon": stated.target_epsilon, "target_delta": stated.target_delta}
     for name, value in wanted.items():
         said = settings.get(name)
@@ -283,7 +321,7 @@ def noise_holds(report: PrivacyReport, trajectory: Trajectory) -> str:
     return f"the {count} released values can hold the stated noise, and not {share:.3g} times it"
 
 
-def card_holds(folder: Path, report: PrivacyReport) -> str:
+def card_holds(folder: Path, report: PrivacyReport, trajectory: Trajectory) -> str:
     """Compares what the card says of privacy with the report and the record of private evaluations.
 
     Below its metadata and a title the card has the statement, the table, private evaluations and
@@ -297,20 +335,11 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
     text, made = (folder / CARD_FILE).read_text("utf-8"), evaluations_in(folder)
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
     ends = re.search(r"(?m)^(---|\.\.\.)", front)  # for some readers
-    if (
-        not text.startswith("---\n") or "<" in front or ends
-    ):  # a viewer would show it, or what hides the rest
-        raise ValueError(f"{CARD_FILE} does not begin with a line --- and metadata without HTML.")
+    if not text.startswith("---\n") or ends:  # a viewer would show it
+        raise ValueError(f"{CARD_FILE} does not begin with a line --- and metadata.")
     title, _, stated = body.strip("\n").partition("\n")
-    if not title.startswith("# ") or "<" in title or not title.isprintable():
-        raise ValueError(
-            f"{CARD_FILE} begins with {title!r}, which is no title of one line of text."
-        )
-    for name in (text for m in made for text in (m.rows, m.metric, m.noise_source)):
-        if re.search(_TERMS, name, re.I):
-            raise NotChecked(f"it prints {name!r}, a name that could be a claim")
-    if wrong := [m.privacy_unit for m in made if not re.fullmatch(_UNIT, m.privacy_unit)]:
-        raise NotChecked(f"it prints the unit {wrong[0]!r}, a name that could be a claim")
+    if not title.startswith("# "):
+        raise ValueError(f"{CARD_FILE} begins with {title!r}, which is no title.")
     if other := _other_words(stated, report, made):
         if not all(_other_words(stated, report, made[:count]) for count in range(len(made))):
             raise ValueError(
@@ -322,6 +351,13 @@ def card_holds(folder: Path, report: PrivacyReport) -> str:
             "of this package. Words of your own come behind the limitations; "
             "`hf_dpzero.reporting.hub.write_model_card` writes the rest from the report."
         )
+    units = [_column(m.privacy_unit) for m in made if m.of_units]
+    names = [*_names(report, trajectory), *(t for m in made for t in (m.rows, m.metric)), *units]
+    sources = [m.noise_source for m in made if not re.fullmatch(_NOISE, m.noise_source)]
+    if odd := _odd_name(names) or next(iter(sources), None):
+        raise NotChecked(f"it prints {odd!r}, a name that could be a claim")
+    if "<" in front + title or not title.isprintable():
+        raise NotChecked(f"its metadata, or title {title!r}, could hide from a viewer what follows")
     tags = ModelCard(text).data.to_dict().get("tags") or ()
     if not report.private and "differential-privacy" in tags:
         raise ValueError(f"{CARD_FILE} is tagged differential-privacy, and is NOT PRIVATE.")
@@ -367,7 +403,7 @@ def page(name: str, found: Sequence[Finding], unseen: Sequence[str]) -> str:
         verdict = "NOT VERIFIED: what is refused above does not hold, or could not be seen to."
     paragraphs = [
         *((f"{marks[f.holds]:<12} {f.claim:<8} ", f.text) for f in found),
-        ("", f"{name}: {verdict} No check of a folder can show:"),
+        ("", f"{_printable(name)}: {verdict} No check of a folder can show:"),
         *(("  - ", text) for text in unseen),
     ]
     return "\n".join(

@@ -61,7 +61,13 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
     trajectory = Trajectory.load(source / TRAJECTORY_FILE)
     header = trajectory.header
     plan = PrivacyPlan.from_dict(header["plan"])
-    steps = counted_steps(header, trajectory.next_step)
+    steps, kind = counted_steps(header, trajectory.next_step), plan.mechanism
+    planned = plan.values_per_release, getattr(kind, "num_directions", trajectory.num_directions)
+    if planned != (trajectory.num_values, trajectory.num_directions):
+        raise ValueError(
+            f"{TRAJECTORY_FILE} has {trajectory.num_values} numbers a step of "
+            f"{trajectory.num_directions} directions, and its plan {planned[0]} of {planned[1]}."
+        )
     shipped = {name: getattr(trajectory, name) for name in ("shipped_step", "average_last")}
     shipped |= {"plan": plan, "in_other_terms": bool(report.other_terms)}
     found = PrivacyReport.from_header(header, steps=steps, delta=report.delta, **shipped)
@@ -72,19 +78,22 @@ def agreeing(report: PrivacyReport, source: Path) -> tuple[PrivacyReport, Trajec
             raise ValueError(
                 f"{REPORT_FILE} says epsilon_one_run: {of_one}, and {TRAJECTORY_FILE} {found.epsilon}."
             )
-        found, aim = found.with_tuning(report.tuning, plan, header), report.target_epsilon
+        alone, aim = found, report.target_epsilon
+        found = found.with_tuning(report.tuning, plan, header)
         found = dataclasses.replace(
             found,
             # A lower bound: trials of other settings may cost more than the run that won.
-            epsilon=max(found.epsilon, report.epsilon),
-            planned_epsilon=max(found.planned_epsilon, report.planned_epsilon),
+            epsilon=max(found.epsilon, alone.epsilon, report.epsilon),
+            planned_epsilon=max(
+                found.planned_epsilon, alone.planned_epsilon, report.planned_epsilon
+            ),
             target_epsilon=None if aim is None else max(aim, report.epsilon),
         )
     stated, recomputed = dataclasses.asdict(report), dataclasses.asdict(found)
     words = {"deployment", "statement", "caveats", "caveat_grades", "versions", "weights_digest"}
     numbers = stated.keys() - words
     wrong = [
-        f"{name}: {stated[name]} / {recomputed[name]}"
+        f"{name}: {str(stated[name])[:200]} / {str(recomputed[name])[:200]}"
         for name in sorted(numbers)
         if not _same(stated[name], recomputed[name])
     ]

@@ -76,7 +76,7 @@ on; two that few steps tell apart like 0.06, and lose from 0.25 on, for C falls 
 FOLLOWED, FOLLOWED_AT_LEAST = 0.15, 20
 """Share of the steps in which the rate follows an adaptive clip (alpha C^2 is constant); of a short run
 so many steps, in which a clip falls to a seventh, but no more than half. Later the clip falls because
-rows are learned, and a rate that followed it would grow without end: it follows only down to the norms of
+rows are learned, and a rate that followed it would grow without end: it follows only down to norms of
 public rows at the start, where these are known."""
 
 CLASSIC: dict[str, Any] = {

@@ -108,6 +108,9 @@ def evaluate_privately(
                 "is not private, and no budget pays for it. Leave the seed out."
             )
         budget = budgets.read(budget_file)
+        paid = self.trajectory.header.get("budget") if self.trajectory is not None else None
+        if paid and trained_on:
+            budget.check_holds(paid["entry"], "the run that trained on these rows")
         for one in earlier:
             if one.budget_entry and one.rows == rows:
                 budget.check_holds(one.budget_entry, f"an earlier evaluation of {rows}")

@@ -77,7 +77,10 @@ class ZerothOrderMethod:
             self.space.snap_()
         else:
             self.space.load_state_dict(state["grids"])
-            self._follow_to, self._follow_most = state.get("follow_to", math.inf), state["follow_most"]
+            self._follow_to, self._follow_most = (
+                state.get("follow_to", math.inf),
+                state["follow_most"],
+            )
             if told := state["landscape"]:
                 run.landscape = Landscape(*told)
         self.lockstep = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_runs import SECRET, build
 
 from hf_dpzero.cli import main
+from hf_dpzero.ledger.digests import digest_model
+from hf_dpzero.ledger.replay import replay
 from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.privacy.plan import PrivacyPlan
-from hf_dpzero.privacy.selection import TrialCount, selection_entry
+from hf_dpzero.privacy.selection import TrialCount, selection_entry, with_noise
 from hf_dpzero.reporting.caveats import base_caveats
 from hf_dpzero.reporting.evidence import epsilon_holds
-from hf_dpzero.reporting.hub import build_hub_folder, write_model_card
+from hf_dpzero.reporting.hub import INITIAL_VALUES_FILE, build_hub_folder, write_model_card
 from hf_dpzero.reporting.privacy_report import PrivacyReport
 from hf_dpzero.reporting.private_evaluations import (
     EVALUATIONS_FILE,
@@ -30,6 +34,7 @@ from hf_dpzero.reporting.private_evaluations import (
 )
 from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.run_folder.initial_values import load_initial_model
 
 CARD, LOG, REPORT = "README.md", "trajectory.safetensors", "privacy_report.json"
 RECIPE = "recipe.yaml"
@@ -209,16 +214,39 @@ def one_run(folder: Path) -> None:
     )
 
 
+def of_a_sweep(folder: Path, count: int) -> None:
+    """The run's own plan is listed so many times beside a cheap one."""
+    of_the_log(folder, "tuning", "not_accounted")
+    log, old = Trajectory.load(folder / LOG), PrivacyReport.load(folder)
+    plan = PrivacyPlan.from_dict(log.header["plan"])
+    plans = [
+        {"count": count, "plan": plan.to_dict()},
+        {"count": 1, "plan": with_noise(plan, 1e3).to_dict()},
+    ]
+    report_of(
+        folder,
+        tuning={"composition": {"runs": 1, "swept": ["clip"], "plans": plans}},
+        epsilon=1e-3 * old.epsilon,
+        planned_epsilon=1e-3 * old.epsilon,
+    )
+
+
+def a_number_more(folder: Path) -> None:
+    """The log has a number without noise in each release, which the plan does not count."""
+    log = Trajectory.load(folder / LOG)
+    releases = [release._replace(values=(*release.values, 0.6875)) for release in log.releases]
+    Trajectory({**log.header, "num_values": 5}, releases).to_safetensors(folder / LOG)
+
+
 def counted_few(folder: Path, **federated: Any) -> None:
     """A header that says how many of the log's releases were of the client."""
     of_the_log(folder, "federated", federated, federated["steps"])
 
 
-def unit_of_rows(folder: Path) -> None:
+def unit_of_rows(folder: Path, unit: str) -> None:
     evaluated(folder, "rows")
-    line_of(
-        folder, '"rows": "rows"', '"rows": "a", "privacy_unit": "row, at 0.01"', EVALUATIONS_FILE
-    )
+    line_of(folder, '"rows": "rows"', f'"rows": "a", "privacy_unit": "{unit}"', EVALUATIONS_FILE)
+    write_model_card(folder)
 
 
 PAID = {"epsilon": 0.01, "ceiling": 9.0, "delta": 1e-3, "entries": 2, "entry": "0"}
@@ -262,12 +290,17 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "ceiling": (lambda f: said_by(f, budget={**PAID, "epsilon": 9.5}), "report", "no budget file"),
     "line ends": (lambda f: of_a_chain(f, folder=CUT), "report", "with line ends"),
     "one run": (one_run, "report", "epsilon_one_run"),
+    "no runs": (lambda f: of_a_sweep(f, 0), "report", "no numbers of runs"),
+    "fewer than no runs": (lambda f: of_a_sweep(f, -1), "report", "no numbers of runs"),
+    "a number more": (a_number_more, "report", "5 numbers a step of 4 directions"),
+    "directions": (lambda f: of_the_log(f, "num_directions", 3), "report", "of 3 directions"),
+    "paid at another delta": (lambda f: said_by(f, budget={**PAID, "delta": 1e-11}), "report", "alone"),
+    "noise of ours": (lambda f: said_by(f, noise_source="exact-0.001-DP"), "report", NONE_OF_OURS),
+    "version": (lambda f: report_of(f, versions={"torch": "2-epsilon-0.1"}), "report", "no package"),
     "card's comment": (lambda f: line_of(f, "## Limi", "<!--\n## Limi"), "card", "'<!--'"),
     "card's top": (lambda f: line_of(f, "## Priv", "So: 0.1\n\n## Priv"), "card", "So: 0.1"),
-    "card's title": (lambda f: line_of(f, "# base", "# <a hidden>"), "card", "no title of one line"),
-    "card's direction": (lambda f: line_of(f, "# base", "# \u202eesab"), "card", "no title of one line"),
-    "card's start": (hidden, "card", "metadata without HTML"),
-    "card's metadata": (lambda f: line_of(f, "tags:", "x: |\n  <!--\ntags:"), "card", "metadata"),
+    "card's title": (lambda f: line_of(f, "# base", "#base"), "card", "no title"),
+    "card's start": (hidden, "card", "does not begin with a line"),
     "card's ends": (lambda f: line_of(f, "tags:", "--- \n# No\n\n~~~\ntags:"), "card", "metadata"),
     "joined": (lambda f: line_of(f, "\n\n## How", "\x0c\x0c## No: 0.1\n\n## How"), "card", "says below"),
     "card's fence": (lambda f: line_of(f, "## Limi", "~~~\n## Limi"), "card", "~~~"),
@@ -354,6 +387,14 @@ NAMES: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
     "a chain": (of_a_chain, True),
     "a number": (lambda f: of_a_chain(f, folder="<18, run (2)"), None),
     "its steps": (lambda f: of_a_chain(f, steps="9, so 0 in all", epsilon=0.0), True),
+    "letters alike": (lambda f: of_a_chain(f, folder="\U0001d700 0001 in all"), None),
+    "a fraction": (lambda f: of_a_chain(f, folder="0.001 for all together"), None),
+    "a version": (lambda f: of_a_chain(f, folder="runs/v0.001"), True),
+    "a tag": (lambda f: said_by(f, privacy_unit="<user> with all its rows"), None),
+    "a space": (lambda f: said_by(f, privacy_unit="n\u00ba\u00a0client with all its rows"), None),
+    "a joiner": (lambda f: said_by(f, privacy_unit="\u0645\u06cc\u200c\u0631 with all its rows"), None),
+    "a token": (lambda f: said_by(f, earlier_runs=[{"folder": "<unk>-base", "private": True,
+        "statement": "x"}]), None),
 }  # fmt: skip
 
 
@@ -369,16 +410,69 @@ def test_a_name_that_could_claim_is_not_checked(names, published, base, tmp_path
     _, found = verified(capsys, folder, "--base", base)
     assert found["report"][0] is holds, found["report"]
     assert holds or "a name that could be a claim" in found["report"][1]
+    assert found["card"][0] is holds
 
 
-def test_names_of_evaluations_that_could_claim_are_not_checked(published, base, tmp_path, capsys):
-    for alter in (unit_of_rows, lambda f: evaluated(f, "public: epsilon = 0")):
-        folder = tmp_path / str(alter)[:20]
-        shutil.copytree(published, folder)
-        alter(folder)
-        card = verified(capsys, folder, "--base", base)[1]["card"]
-        assert card[0] is None and "could be a claim" in card[1]
-        shutil.rmtree(folder)
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda f: unit_of_rows(f, "row, at 0.01"),
+        lambda f: unit_of_rows(f, "epsilon 0.001 in all with all its rows"),
+        lambda f: (evaluated(f, "public: epsilon = 0"), write_model_card(f)),
+        lambda f: (evaluated(f, "held out, all of it 0.001-DP"), write_model_card(f)),
+        lambda f: line_of(f, "# base", "# a<b"),
+        lambda f: line_of(f, "# base", "# my\u200cmodel"),
+        lambda f: line_of(f, "# base", "# \u202eesab"),
+        lambda f: line_of(f, "tags:", "x: ages <18\ntags:"),
+    ],
+)
+def test_names_on_a_card_that_could_claim_or_hide_are_not_checked(
+    alter, published, base, tmp_path, capsys
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    alter(folder)
+    status, found = verified(capsys, folder, "--base", base)
+    assert status == 0 and found["card"][0] is None
+    assert "could be a claim" in found["card"][1] or "could hide" in found["card"][1]
+
+
+def test_a_start_that_is_not_the_base_is_refused(published, base, tmp_path, capsys):
+    """Initial values that write over the base, as if it had been trained on the rows before."""
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    log, old = Trajectory.load(folder / LOG), PrivacyReport.load(folder)
+    values = folder / INITIAL_VALUES_FILE
+    for stated in ("equal_to_named", "equal_to_named_but_new_parts"):
+        model = load_initial_model(values, str(base))
+        if stated != "equal_to_named":  # before, it is true but for the head
+            model.get_input_embeddings().weight.data += 0.5
+        with safe_open(values, "pt") as file:
+            metadata = file.metadata()
+        log.header |= {"base_model_digest": digest_model(model), "base_weights": stated}
+        log.to_safetensors(folder / LOG)
+        metadata["base_model_digest"] = log.header["base_model_digest"]
+        save_file(dict(model.named_parameters()), values, metadata=metadata)
+        replay(model, log)
+        model.save_pretrained(folder)
+        report = PrivacyReport.from_header(
+            log.header, steps=6, delta=old.delta, in_other_terms=True
+        )
+        bound_to(report, folder).save(folder)
+        write_model_card(folder)
+        status, found = verified(capsys, folder, "--base", base)
+        assert status == 1 and "not the base that it names" in found["weights"][1]
+        assert [claim for claim, (holds, _) in found.items() if not holds] == ["weights"]
+
+
+def test_no_text_of_a_folder_moves_the_cursor(published, base, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    report_of(folder, privacy_unit="\r\x1b[1A\x1b[2Kverified     report   \x1b[8m" + 999 * "x")
+    assert main.main(["verify", str(folder), "--base", str(base)]) == 1
+    page = capsys.readouterr().out
+    assert page.replace("\n", "").isprintable() and 50 * "x" in page
+    assert 300 * "x" not in re.sub(r"\s", "", page)
 
 
 def test_of_an_earlier_run_its_numbers_alone_are_quoted():

@@ -140,6 +140,10 @@ def test_what_a_budget_file_paid_for_is_not_evaluated_without_it(trained, tmp_pa
     model = ["--model_name_or_path", str(folder), "--epsilon", "0.5"]
     assert main.main(["evaluate", str(trained / "r.yaml"), *model]) == 2
     assert "name the file (--budget_file)" in " ".join(capsys.readouterr().err.split())
+    another = str(tmp_path / "another.budget")
+    assert main.main(["budget", another, "--epsilon", "9", "--delta", "1e-3"]) == 0
+    assert main.main(["evaluate", *words[:2], another, *model]) == 2
+    assert "has no entry of the run that made" in " ".join(capsys.readouterr().err.split())
     assert main.main(["evaluate", *words, *model]) == 0
 
 

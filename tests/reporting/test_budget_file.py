@@ -367,6 +367,10 @@ def test_training_and_evaluation_share_a_file(tmp_path):
     trainer = budgeted(tmp_path, path, **scored)
     trainer.train()
     trainer.evaluate_privately(tiny_data(5, seed=9), 0.5)
+    (tmp_path / "another").mkdir()
+    another = str(file_of(tmp_path / "another"))
+    with pytest.raises(LedgerError, match="no entry of the run that trained on these rows"):
+        trainer.evaluate_privately(trainer.train_dataset, 0.5, trained_on=True, budget_file=another)
     with pytest.raises(ValueError, match="evaluate_privately in ward alone needs 0.5"):
         trainer.evaluate_privately(tiny_data(5, seed=9), 0.5, rows="ward")
     record = (tmp_path / "out/private_evaluations.jsonl").read_text().splitlines()

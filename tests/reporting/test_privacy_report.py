@@ -224,7 +224,7 @@ def test_a_caveat_says_what_places_in_a_forward_pass_may_cost() -> None:
 
     several, alone = own("fixed shapes"), own("one example")
     assert "at most 2^-8 of the clipping norm" in several and "invented rows" in several
-    assert "at most 3 clipping norms" in several  # placement lemma without A2: three radii
+    assert "at most 3 clipping norms in place of 1." in several  # without A2: three radii
     assert "by itself" in alone and "tried" not in alone
 
 
@@ -236,7 +236,9 @@ def test_own_caveats_of_a_method_and_of_a_large_delta() -> None:
         clipping="averaged",
         clip_groups=2,
     )
-    averaged = report(dataclasses.replace(full_batch_plan(), mechanism=grouped))
+    plan = dataclasses.replace(full_batch_plan(), mechanism=grouped)
+    averaged = report(plan, forward_passes="fixed shapes")
+    assert any("at most 4 clipping norms in place of 2." in caveat for caveat in averaged.caveats)
     assert any("half of the stated noise multiplier" in caveat for caveat in averaged.caveats)
     large = report(full_batch_plan(), delta=0.02)  # n = 100
     assert any("delta = 0.02 is not below 1/n = 0.01" in caveat for caveat in large.caveats)
