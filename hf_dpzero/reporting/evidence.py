@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpzero.ledger.trajectory import Release, Trajectory
-from hf_dpzero.perturbation.directions import DISTRIBUTIONS
 from hf_dpzero.privacy.accounting import epsilon_together
 from hf_dpzero.privacy.bracket import epsilon_bracket
 from hf_dpzero.privacy.noise import SecureNoise
@@ -79,7 +78,7 @@ _GRAMMAR = {
     "processes": r"|\d+(?: \((?:\d+ shares of the (?:rows|directions)(?: x )?){1,2}"
     r"(?:, parameters in parts by FSDP2)?\))?",
     "noise_source": _NOISE,
-    "direction": "|".join(("none", *DISTRIBUTIONS)), "public_texts": "[0-9a-f]{64}",
+    "direction": "none|rademacher|gaussian|sphere", "public_texts": "[0-9a-f]{64}",
     "method": _WORD, "steps": r"\d+", "planned_steps": r"\d+",
 }  # fmt: skip
 """Texts of a log that go into sentences, in the form that a run of ours gives them."""
