@@ -215,7 +215,8 @@ def test_causal_lm_learns_to_answer(fine_tune):
 
 @pytest.mark.slow
 def test_causal_lm_does_not_learn_to_answer_from_the_loss_of_the_prompt(fine_tune):
-    broken = fine_tune(ANSWERS, broken=lambda honest: Broken(honest, prompt_instead))
+    # Half as many steps, one row a pass; with them honest runs leave 0.1 to 0.3.
+    broken = fine_tune(ANSWERS, broken=lambda honest: Broken(honest, prompt_instead), max_steps=20)
     assert broken.loss > NOTHING
 
 
