@@ -22,13 +22,13 @@ from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.reporting import budget_file, hub
 from hf_dpzero.reporting.evidence import NotChecked, findings, page, unchecked
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.provenance import resolve_path
+from hf_dpzero.reporting.provenance import Origin, earlier_runs, resolve_path
 from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to, check_weights
 from hf_dpzero.reporting.weights import read_weights, weight_files
 from hf_dpzero.reporting.wording import EQUAL, EQUAL_BUT_NEW, NOT_COMPARED
-from hf_dpzero.run_folder.base_model import check_start
+from hf_dpzero.run_folder.base_model import started_from
 from hf_dpzero.run_folder.initial_values import load_initial_model
 from hf_dpzero.run_folder.left_on_disk import left_on_disk, remove
 from hf_dpzero.shipped import shipped_file
@@ -174,17 +174,37 @@ def _weights_hold(
             f"the base model cannot be loaded, so the weights were not rebuilt: {error} Give its folder "
             "or Hub id by --base."
         ) from error
-    stated, start = report.base_weights, check_start(model, False, private=False)[0]
-    if stated in (EQUAL, EQUAL_BUT_NEW) and start not in (EQUAL, stated, NOT_COMPARED):
-        raise ValueError(
-            f"the start is {start!r}, and {REPORT_FILE} says {stated!r}: what the run began with is not "
-            "the base that it names."
-        )
+    if source.endswith((".yaml", ".yml")):
+        source = load_recipe(source, overrides).model.model_name_or_path
+    start = _start_holds(report, model, source)
     replay(model, trajectory)
     with tempfile.TemporaryDirectory() as made:
         model.save_pretrained(made)
         same = _compared(Path(made), folder)
-    return f"rebuilt from the log and the base that it names by digest ({start}): {same}"
+    return f"rebuilt from the log and {source!r} ({start}), whose digest the log has: {same}"
+
+
+def _start_holds(report: PrivacyReport, model: Any, base: str) -> str:
+    """Compares a model that `base` was loaded for with it, and its runs with those of the report."""
+    stated, start = report.base_weights, started_from(model, base)
+    if stated in (EQUAL, EQUAL_BUT_NEW) and start not in (EQUAL, stated):
+        if start == NOT_COMPARED:
+            raise NotChecked(
+                f"their digest is the report's; that they started from {base!r} was not compared, for "
+                "nothing of it is in the form of the model"
+            )
+        raise ValueError(
+            f"the start is {start!r} beside {base!r}, and {REPORT_FILE} says {stated!r}: what the run "
+            "began with is not the base that it names."
+        )
+    covered = [part.get("weights_digest") for part in report.parts]
+    runs = earlier_runs([Origin.of(base, None)], list(filter(None, covered)))
+    if len(runs) > len(report.earlier_runs):
+        raise ValueError(
+            f"{base!r} came out of {len(runs)} runs of this package, of which {REPORT_FILE} lists "
+            f"{len(report.earlier_runs)}: {runs[0]['statement']}"
+        )
+    return start
 
 
 def _base_of(folder: Path, trajectory: Trajectory, base: str | None) -> tuple[str, list[str]]:

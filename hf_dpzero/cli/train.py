@@ -246,7 +246,7 @@ def _evaluate_privately(
     made = trainer.evaluate_privately(
         rows,
         float(arguments.epsilon or 0),
-        rows=Path(arguments.private_file or "held out of the training rows").name,
+        rows=Path(arguments.private_file or "held-out training rows").name,
         trained_on=arguments.trained_on,
         step=step,
     )

@@ -327,6 +327,8 @@ def total_epsilon(plan: PrivacyPlan, tuning: Tuning, delta: float) -> float:
     if not all(type(count) is int and count > 0 for count in counts):
         raise ValueError(f"tuning: plans are listed {counts} times, which are no numbers of runs.")
     runs = [PrivacyPlan.from_dict(item["plan"]) for item in listed for _ in range(item["count"])]
+    if any(item["plan"] not in [run.to_dict() for run in runs] for item in listed):
+        raise ValueError("tuning: a plan is listed with more than a plan has.")
     if len(runs) != tuning["composition"]["runs"]:
         raise ValueError(f"tuning: {len(runs)} plans are listed for another number of runs.")
     return composed_epsilon(runs, delta)

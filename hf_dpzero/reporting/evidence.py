@@ -14,6 +14,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from hf_dpzero.ledger.trajectory import Release, Trajectory
@@ -29,7 +30,17 @@ from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, evaluatio
 from hf_dpzero.reporting.public import RECIPE_FILE, recipe_settings
 from hf_dpzero.reporting.verification import TRAJECTORY_FILE, agreeing
 from hf_dpzero.reporting.weights import SHARDS, WEIGHTS
-from hf_dpzero.reporting.wording import BLOCK, EXAMPLE, counted_steps, number, round_up, unit_words
+from hf_dpzero.reporting.wording import (
+    BASE_WEIGHTS,
+    BLOCK,
+    EQUAL,
+    EXAMPLE,
+    EXTENDED,
+    counted_steps,
+    number,
+    round_up,
+    unit_words,
+)
 
 CHANCE = 1e-9
 """Probability at most with which noise of the stated scale fails `noise_holds`."""
@@ -82,8 +93,20 @@ _GRAMMAR = {
     "method": _WORD, "steps": r"\d+", "planned_steps": r"\d+",
 }  # fmt: skip
 """Texts of a log that go into sentences, in the form that a run of ours gives them."""
-_FREE = re.compile(rf"{_CLAIM.pattern}|\bDP\b|priva|(?:^|[ /])\d*\.\d+(?:$|[ /])", re.I)
+_SAID = re.compile(rf"{_CLAIM.pattern}|\bDP\b|priva", re.I)
+_FREE = re.compile(rf"{_SAID.pattern}|(?:^|[ /])\d*\.\d+(?:$|[ /])|\de-\d", re.I)
 """What a name that is its owner's choice could claim with; a bare fraction too."""
+_DIGEST, _COUNT = "[0-9a-f]{0,64}", "(?!)"
+_ENTRIES: dict[str, str] = {
+    "folder": r"(?s:.*)",
+    "method": r"(mezo|sgd|adamw|dpzero|dpgd-0th|dp-sgd|dp-adamw)(-adaptive|-averaged)?",
+    "base_weights": "|".join(BASE_WEIGHTS), "tuning": "|".join(WORDS), "swept": r"[\w.]{1,60}",
+    "weights_digest": _DIGEST, "trajectory_digest": _DIGEST, "entry": _DIGEST,
+    **dict.fromkeys(("steps", "planned_steps", "epsilon", "noise_multiplier", "entries", "ceiling",
+    "delta", "runs", "count", "mean_trials", "epsilon_one_run", "plan", "plans", "composition",
+    "repeat_and_select"), _COUNT),
+}  # fmt: skip
+"""Keys of a report's entries about other runs, and the form of texts there; `_COUNT` is no text's."""
 
 
 class NotChecked(Exception):
@@ -154,7 +177,7 @@ def report_holds(folder: Path) -> str:
             f"{stated.versions.get('hf_dpzero')}, it says."
         )
     for package in map(" ".join, stated.versions.items()):
-        if not _VERSION.fullmatch(package) or _FREE.search(package):
+        if not _VERSION.fullmatch(package) or _SAID.search(package):
             raise ValueError(f"{REPORT_FILE} names {package!r}, which is no package and version.")
     _check_texts(stated, trajectory.header)
     recipe = folder / RECIPE_FILE
@@ -217,24 +240,60 @@ def _check_texts(stated: PrivacyReport, header: Mapping[str, Any]) -> None:
                 raise ValueError(
                     f"{REPORT_FILE} says {name}: {str(text)[:80]!r}, which no run of ours does."
                 )
+    for entry in (stated.budget, stated.set_aside, *stated.parts, stated.tuning):
+        _check_entry(entry)
+    if stated.base_weights == (EQUAL if plan.after else EXTENDED):
+        raise ValueError(
+            f"{REPORT_FILE} says base_weights: {stated.base_weights}, after {len(plan.after)} runs."
+        )
+    aim = stated.target_epsilon
+    if type(aim) not in (int, float, NoneType):
+        raise ValueError(
+            f"{REPORT_FILE} says target_epsilon: {str(aim)[:80]!r}, which is no number."
+        )
     if paid := stated.budget:
         counted, known = paid["entries"], paid["epsilon"] <= paid["ceiling"]
         if type(counted) is not int or counted < 1 or not known:
             raise ValueError(f"{REPORT_FILE} says what no budget file does: {paid}.")
     if not plan.private:
         return
-    for said, delta in (
-        (stated.set_aside.get("epsilon"), stated.delta),
-        (paid.get("epsilon"), paid.get("delta", stated.delta)),
+    own_aim = aim is not None and stated.tuning in WORDS and header.get("federated") is None
+    planned = plan.epsilon(stated.target_delta) if own_aim and stated.target_delta else 0.0
+    if aim is not None and planned > aim * (1 + 1e-6):
+        raise ValueError(
+            f"{REPORT_FILE} says target_epsilon: {aim}, and the plan costs {planned:.6g}."
+        )
+    alone = [run["epsilon"] for run in aside if run["epsilon"] is not None]
+    for said, delta, others in (
+        (stated.set_aside.get("epsilon"), stated.delta, alone),
+        (paid.get("epsilon"), paid.get("delta", stated.delta), []),
     ):
         if said is None:
             continue
         bracket = epsilon_bracket(plan.own_parts(), delta, said)
         least = bracket[0] if bracket else epsilon_together(plan.own_parts(), delta)
+        least = max(least, *others) if others else least
         if said * (1 + 1e-6) < least:
             raise ValueError(
-                f"{REPORT_FILE} says {said:.6g} for several, and this run alone is {least:.6g}."
+                f"{REPORT_FILE} says {said:.6g} for several, and one of them alone is {least:.6g}."
             )
+
+
+def _check_entry(value: Any, key: str = "") -> None:
+    """Refuses keys and texts that no run of ours writes, but in plans, which are plans and no more."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if name not in _ENTRIES:
+                raise ValueError(f"{REPORT_FILE} has {name[:80]!r}, which no run of ours writes.")
+            if name != "plan":
+                _check_entry(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _check_entry(item, key)
+    elif isinstance(value, str | bool) and not re.fullmatch(_ENTRIES.get(key, _WORD), str(value)):
+        raise ValueError(
+            f"{REPORT_FILE} says {key}: {str(value)[:80]!r}, which no run of ours does."
+        )
 
 
 def _check_recipe(settings: Mapping[str, Any], stated: PrivacyReport, federated: bool) -> None:

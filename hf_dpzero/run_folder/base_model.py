@@ -112,8 +112,7 @@ def check_start(
             "resume_from_checkpoint; to spend more on its result, extends_run."
         )
     compared = compare_with_named(model)
-    residual = compared.residual if compared else ()
-    changed = [*(compared.differing if compared else ()), *trained_adapters(model, (), residual)]
+    changed = _changed(model, compared)
     if changed and refused:
         own = sorted({str(init) for init in initialisations(model).values()} - {"True"})
         cause = f" or started so by init_lora_weights={', '.join(own)}" if own else ""
@@ -128,6 +127,21 @@ def check_start(
     if compared:
         return (EQUAL_BUT_NEW if compared.fresh else EQUAL), compared
     return DECLARED if declared_public else NOT_COMPARED, None
+
+
+def started_from(model: nn.Module, base: str) -> str:
+    """Returns `base_weights` of a model that was loaded from `base`, a folder or Hub id."""
+    compared = compare_with_named(model, [base])
+    if _changed(model, compared):
+        return TRAINED
+    if compared is None:
+        return NOT_COMPARED
+    return EQUAL_BUT_NEW if compared.fresh else EQUAL
+
+
+def _changed(model: nn.Module, compared: Comparison | None) -> list[str]:
+    residual = compared.residual if compared else ()
+    return [*(compared.differing if compared else ()), *trained_adapters(model, (), residual)]
 
 
 def check_extended_start(model: nn.Module, folder: str) -> str:
@@ -288,7 +302,7 @@ def _without_adapters(model: nn.Module, name: str, own: Tensor, tensor: Tensor) 
 
 
 @torch.no_grad()
-def compare_with_named(model: nn.Module) -> Comparison | None:
+def compare_with_named(model: nn.Module, names: Sequence[str] | None = None) -> Comparison | None:
     """Compares a model with the checkpoints that its configuration names, where they lie here.
 
     A parameter belongs to a tensor of the checkpoint if one's name ends in the other's and the shapes
@@ -297,6 +311,8 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
 
     Args:
       model: any; parts such as an encoder may name their own base.
+      names: of checkpoints that it was surely loaded from; others are not looked at, and values that
+        have nothing to do with theirs differ.
 
     Returns:
       None if nothing could be compared, or no difference was found and not all could: no name, not on
@@ -314,7 +330,7 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
     for part in ("get_input_embeddings", "get_output_embeddings"):
         with contextlib.suppress(NotImplementedError, AttributeError):
             embeddings.add(id(getattr(base_model(model), part)().weight))
-    with _sources(model) as sources:
+    with _sources(base_names(model) if names is None else names) as sources:
         for name, parameter in {**named, **buffers}.items():
             tensors = [
                 tensor
@@ -337,7 +353,8 @@ def compare_with_named(model: nn.Module) -> Comparison | None:
     # Where every parameter is fresh the names have nothing in common, or where no matrix is related
     # the values: nothing was compared.
     joined = any(renamed.get(plain_name(name)) == JOINED for name in fresh)
-    unknown = len(fresh) == len(named) or related == {False} or (joined and not differing)
+    unrelated = related == {False} and names is None
+    unknown = len(fresh) == len(named) or unrelated or (joined and not differing)
     return None if unknown else Comparison(differing, fresh, residual)
 
 
@@ -355,7 +372,7 @@ def are_fresh(
     """Whether the checkpoints that a model names are here, and lack `all` trained tensors, or `any`."""
     trained = [(n, p) for n, p in model.named_parameters() if is_trained(n, p, pattern)]
     renamed = names_on_disk(model)
-    with _sources(model) as sources:
+    with _sources(base_names(model)) as sources:
         fresh = (  # read one by one, no more than it takes
             not any(
                 tensor.shape == parameter.shape
@@ -367,10 +384,10 @@ def are_fresh(
 
 
 @contextlib.contextmanager
-def _sources(model: nn.Module) -> Iterator[list[Mapping[str, Any]]]:
-    """The tensors of the checkpoints that a model names, where they lie here, by file."""
+def _sources(names: Iterable[str]) -> Iterator[list[Mapping[str, Any]]]:
+    """The tensors of the named checkpoints, where they lie here, by file."""
     with contextlib.ExitStack() as stack:
-        folders = {folder for name in base_names(model) for folder in _folders_of(name)}
+        folders = {folder for name in names for folder in _folders_of(name)}
         opened = [stack.enter_context(open_each(folder)) for folder in sorted(folders)]
         yield [tensors for files in opened for tensors in files]
 

@@ -94,7 +94,9 @@ def load_initial_model(path: str | Path, base: str) -> nn.Module:
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if text is None:
         raise ValueError(f"{path} has no description of its model: it was not written by a run.")
-    model = _built(json.loads(text), resolve_path(base))
+    # a name in it would be another base, which a stranger chose
+    described = json.loads(text, object_hook=lambda d: {k: d[k] for k in d if k not in _NAMES})
+    model = _built(described, resolve_path(base))
     named = dict(model.named_parameters())
     for name, value in values.items():
         if name not in named or named[name].shape != value.shape:
@@ -121,7 +123,8 @@ def _description(model: Any) -> dict[str, Any] | None:
 
 
 # Paths name the user's machine, and labels may name what is in private rows.
-_LOCAL = ("_name_or_path", "base_model_name_or_path", "id2label", "label2id", "num_labels")
+_NAMES = ("_name_or_path", "base_model_name_or_path")
+_LOCAL = (*_NAMES, "id2label", "label2id", "num_labels")
 
 
 def _public(value: Any) -> Any:

@@ -34,6 +34,7 @@ from hf_dpzero.reporting.private_evaluations import (
 )
 from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to
+from hf_dpzero.run_folder.base_model import started_from
 from hf_dpzero.run_folder.initial_values import load_initial_model
 
 CARD, LOG, REPORT = "README.md", "trajectory.safetensors", "privacy_report.json"
@@ -279,8 +280,16 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "noise's name": (lambda f: said_by(f, noise_source="os_entropy and more"), "report", NONE_OF_OURS),
     "processes": (lambda f: said_by(f, processes="1, so that it is 0.1"), "report", NONE_OF_OURS),
     "direction": (lambda f: said_by(f, direction="any, at 0.1"), "report", NONE_OF_OURS),
-    "budget": (lambda f: said_by(f, budget=PAID), "report", "this run alone"),
-    "entries": (lambda f: said_by(f, budget={**PAID, "entries": "1, so"}), "report", "no budget file"),
+    "budget": (lambda f: said_by(f, budget=PAID), "report", "one of them alone"),
+    "entries": (lambda f: said_by(f, budget={**PAID, "entries": "1, so"}), "report", NONE_OF_OURS),
+    "a note": (lambda f: said_by(f, budget={**PAID, "note": "0.001 in all"}), "report", "has 'note'"),
+    "an entry": (lambda f: said_by(f, budget={**PAID, "entry": "0.001 in all"}), "report", NONE_OF_OURS),
+    "a part": (lambda f: of_a_chain(f, weights_digest="0.001"), "report", NONE_OF_OURS),
+    "an aim": (lambda f: said_by(f, target_epsilon="0.1 in all"), "report", "no number"),
+    "a low aim": (lambda f: said_by(f, target_epsilon=0.1, target_delta=1e-3), "report", "plan costs"),
+    "chained": (lambda f: said_by(f, base_weights="of_the_extended_run"), "report", "after 0 runs"),
+    "aside's sum": (lambda f: said_by(f, set_aside={"runs": [{**ASIDE, "epsilon": 7.0}],
+        "epsilon": 1.3}), "report", "one of them alone is 7"),
     "aside": (lambda f: said_by(f, set_aside={"runs": [ASIDE], "epsilon": 0.002}), "report", "alone"),
     "aside's steps": (lambda f: said_by(f, set_aside={"runs": [{**ASIDE, "steps": "1, so 1"}],
         "epsilon": 9.0}), "report", NONE_OF_OURS),
@@ -389,6 +398,8 @@ NAMES: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
     "its steps": (lambda f: of_a_chain(f, steps="9, so 0 in all", epsilon=0.0), True),
     "letters alike": (lambda f: of_a_chain(f, folder="\U0001d700 0001 in all"), None),
     "a fraction": (lambda f: of_a_chain(f, folder="0.001 for all together"), None),
+    "a package": (lambda f: (report_of(f, versions={"hf_dpzero": "1.0", "torch": "2.13.0+cpu"}),
+        write_model_card(f)), True),
     "a version": (lambda f: of_a_chain(f, folder="runs/v0.001"), True),
     "a tag": (lambda f: said_by(f, privacy_unit="<user> with all its rows"), None),
     "a space": (lambda f: said_by(f, privacy_unit="n\u00ba\u00a0client with all its rows"), None),
@@ -446,7 +457,8 @@ def test_a_start_that_is_not_the_base_is_refused(published, base, tmp_path, caps
     for stated in ("equal_to_named", "equal_to_named_but_new_parts"):
         model = load_initial_model(values, str(base))
         if stated != "equal_to_named":  # before, it is true but for the head
-            model.get_input_embeddings().weight.data += 0.5
+            for parameter in model.parameters():  # nothing is left that the base could be told by
+                parameter.data = torch.randn_like(parameter)
         with safe_open(values, "pt") as file:
             metadata = file.metadata()
         log.header |= {"base_model_digest": digest_model(model), "base_weights": stated}
@@ -463,6 +475,27 @@ def test_a_start_that_is_not_the_base_is_refused(published, base, tmp_path, caps
         status, found = verified(capsys, folder, "--base", base)
         assert status == 1 and "not the base that it names" in found["weights"][1]
         assert [claim for claim, (holds, _) in found.items() if not holds] == ["weights"]
+
+
+def test_a_start_is_compared_with_the_given_base_alone(base, tmp_path):
+    """Not with what the model's own configuration names, which a publisher wrote."""
+    model = loaded(base)
+    assert started_from(model, str(base)) == "equal_to_named_but_new_parts"
+    model.get_input_embeddings().weight.data += 0.5
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert started_from(again, str(tmp_path)) == "equal_to_named"
+    assert started_from(again, str(base)) == "trained_before"
+
+
+def test_runs_that_the_base_came_out_of_are_in_the_report(published, base, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    (other / "trajectory.ledger").touch()
+    status, found = verified(capsys, published, "--base", other)
+    assert status == 1 and "came out of 1 runs of this package" in found["weights"][1]
+    status, found = verified(capsys, published, "--base", base)
+    assert status == 0 and f"the log and '{base}' (equal_to_named_but" in found["weights"][1]
 
 
 def test_no_text_of_a_folder_moves_the_cursor(published, base, tmp_path, capsys):
