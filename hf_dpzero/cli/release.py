@@ -168,6 +168,11 @@ def _weights_hold(
         return "their digest is the report's; the log of this method cannot rebuild them"
     source, overrides = _base_of(folder, trajectory, base)
     try:
+        if (Path(resolve_path(source)) / hub.ADAPTER_FILE).is_file():
+            raise NotChecked(
+                f"their digest is the report's; they were not rebuilt: {source!r} is an adapter without "
+                "its model. Give a recipe that loads both by --base"
+            )
         model, _ = _load_base(source, overrides, folder)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(

@@ -535,6 +535,13 @@ def test_another_base_or_none_is_refused(published, base, tmp_path, capsys, monk
     assert "no repository that the Hub gave" in capsys.readouterr().err
 
 
+def test_an_adapter_as_the_base_is_not_checked(published, tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    status, found = verified(capsys, published, "--base", tmp_path)
+    assert status == 0 and found["weights"][0] is None
+    assert "is an adapter without its model" in found["weights"][1]
+
+
 def test_a_repository_of_the_hub_is_checked_as_a_folder_is(published, base, capsys, monkeypatch):
     asked = []
 
