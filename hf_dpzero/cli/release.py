@@ -22,7 +22,7 @@ from hf_dpzero.recipes.recipe import Recipe, load_recipe
 from hf_dpzero.reporting import budget_file, hub
 from hf_dpzero.reporting.evidence import NotChecked, findings, page, unchecked
 from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
-from hf_dpzero.reporting.provenance import Origin, earlier_runs, resolve_path
+from hf_dpzero.reporting.provenance import PACKAGE_SCHEME, Origin, earlier_runs, resolve_path
 from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.reporting.registry import registry_entry
 from hf_dpzero.reporting.verification import bound_to, check_weights
@@ -167,49 +167,78 @@ def _weights_hold(
     if not PrivacyPlan.from_dict(trajectory.header["plan"]).mechanism.replayable:
         return "their digest is the report's; the log of this method cannot rebuild them"
     source, overrides = _base_of(folder, trajectory, base)
+    name, origin = _origin_of(source, overrides, folder)
     try:
-        if (Path(resolve_path(source)) / hub.ADAPTER_FILE).is_file():
-            raise NotChecked(
-                f"their digest is the report's; they were not rebuilt: {source!r} is an adapter without "
-                "its model. Give a recipe that loads both by --base"
-            )
         model, _ = _load_base(source, overrides, folder)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
             f"the base model cannot be loaded, so the weights were not rebuilt: {error} Give its folder "
             "or Hub id by --base."
         ) from error
-    if source.endswith((".yaml", ".yml")):
-        source = load_recipe(source, overrides).model.model_name_or_path
-    start = _start_holds(report, model, source)
+    start = _start_holds(report, model, name, origin)
     replay(model, trajectory)
     with tempfile.TemporaryDirectory() as made:
         model.save_pretrained(made)
         same = _compared(Path(made), folder)
-    return f"rebuilt from the log and {source!r} ({start}), whose digest the log has: {same}"
+    return f"rebuilt from the log and {name} ({start}), whose digest the log has: {same}"
 
 
-def _start_holds(report: PrivacyReport, model: Any, base: str) -> str:
-    """Compares a model that `base` was loaded for with it, and its runs with those of the report."""
-    stated, start = report.base_weights, started_from(model, base)
+def _origin_of(source: str, overrides: Sequence[str], folder: Path) -> tuple[str, Origin]:
+    """The base that `_load_base` takes, first its name for the page; refuses what is no base."""
+    named, revision = source, None
+    if source.endswith((".yaml", ".yml")):
+        shipped = None if Path(source).exists() else shipped_file(source, "recipes")
+        settings = load_recipe(str(shipped or source), overrides).model
+        named, revision = settings.model_name_or_path, settings.model_revision
+    origin = Origin.of(named, revision)
+    place = Path(origin.path)
+    if place.is_dir():
+        named = repr(named if named.startswith(PACKAGE_SCHEME) else origin.path)
+    else:
+        named = f"{named!r} at {origin.revision!r}"
+    if place.is_dir() and folder.resolve() in (place, *place.parents):
+        raise ValueError(
+            f"the base {named} lies in the folder that is verified: name one by --base."
+        )
+    if origin.revision.startswith("refs/"):
+        raise ValueError(
+            f"the base {named} is what anybody may propose to a repository, and no base."
+        )
+    if (place / hub.ADAPTER_FILE).is_file():
+        raise NotChecked(
+            f"their digest is the report's; they were not rebuilt: {named} is an adapter without its "
+            "model. Give a recipe that loads both by --base"
+        )
+    return named, origin
+
+
+def _start_holds(report: PrivacyReport, model: Any, named: str, origin: Origin) -> str:
+    """Compares a loaded start with the base itself, and the base's runs with those of the report."""
+    place = origin.path
+    if not Path(place).is_dir():
+        from huggingface_hub import snapshot_download
+
+        place = snapshot_download(place, revision=origin.revision, local_files_only=True)
+    stated, (start, new) = report.base_weights, started_from(model, place)
     if stated in (EQUAL, EQUAL_BUT_NEW) and start not in (EQUAL, stated):
         if start == NOT_COMPARED:
             raise NotChecked(
-                f"their digest is the report's; that they started from {base!r} was not compared, for "
+                f"their digest is the report's; that they started from {named} was not compared, for "
                 "nothing of it is in the form of the model"
             )
         raise ValueError(
-            f"the start is {start!r} beside {base!r}, and {REPORT_FILE} says {stated!r}: what the run "
+            f"the start is {start!r} beside {named}, and {REPORT_FILE} says {stated!r}: what the run "
             "began with is not the base that it names."
         )
     covered = [part.get("weights_digest") for part in report.parts]
-    runs = earlier_runs([Origin.of(base, None)], list(filter(None, covered)))
-    if len(runs) > len(report.earlier_runs):
-        raise ValueError(
-            f"{base!r} came out of {len(runs)} runs of this package, of which {REPORT_FILE} lists "
-            f"{len(report.earlier_runs)}: {runs[0]['statement']}"
-        )
-    return start
+    listed = [(run["private"], run["statement"]) for run in report.earlier_runs]
+    for run in earlier_runs([origin], list(filter(None, covered))):
+        if (run["private"], run["statement"]) not in listed:
+            raise ValueError(
+                f"{named} came out of a run of this package that is not in earlier_runs of "
+                f"{REPORT_FILE}: {run['statement']}"
+            )
+    return f"{start}, {new} tensors new" if new else start
 
 
 def _base_of(folder: Path, trajectory: Trajectory, base: str | None) -> tuple[str, list[str]]:

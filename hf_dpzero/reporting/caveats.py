@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hf_dpzero.privacy.plan import PrivacyPlan
 
 
-_CLAIMED = re.compile(
+CLAIMED = re.compile(
     r"[\w ,]{1,120} (\((?:inf|[\d.]+), [\d.e-]+\)-differentially private under (?:adding or removing|"
     r"replacing) one (?:training example|training block of text|[\w.-]{1,40} with all its rows)"
     r"(?: by another| by an empty one)?): "
@@ -33,7 +33,7 @@ def base_caveats(earlier_runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What an epsilon leaves out where the base model was trained before; not private runs first."""
     found = []
     for run in sorted(earlier_runs, key=lambda run: bool(run["private"])):
-        claim = _CLAIMED.match(run["statement"])  # the rest is its publisher's words
+        claim = CLAIMED.match(run["statement"])  # the rest is its publisher's words
         known = claim[1] if claim else "private"
         says = known if run["private"] else "NOT PRIVATE"
         same = (

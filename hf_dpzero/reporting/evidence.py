@@ -24,6 +24,7 @@ from hf_dpzero.privacy.noise import SecureNoise
 from hf_dpzero.privacy.plan import PrivacyPlan
 from hf_dpzero.privacy.schedules import MechanismSchedule
 from hf_dpzero.privacy.selection import WORDS
+from hf_dpzero.reporting.caveats import CLAIMED
 from hf_dpzero.reporting.hub import CARD_FILE
 from hf_dpzero.reporting.privacy_report import PACKAGES, REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.private_evaluations import PrivateEvaluation, evaluations_in, together
@@ -204,11 +205,13 @@ def report_holds(folder: Path) -> str:
 
 
 def _names(stated: PrivacyReport, trajectory: Trajectory) -> list[str]:
-    """What a report quotes of its owner's choice: folders of runs, groups, the unit's column."""
+    """What a report quotes of its owner's choice: folders of runs, what these say, groups, the unit."""
     runs = (*stated.parts, *stated.earlier_runs, *stated.set_aside.get("runs", ()))
     groups = PrivacyPlan.from_dict(trajectory.header["plan"]).groups
     column = [] if stated.privacy_unit in (EXAMPLE, BLOCK) else [_column(stated.privacy_unit)]
-    return [*(run["folder"] for run in runs), *(groups.names if groups else ()), *column]
+    said = [r["statement"] for r in stated.earlier_runs if r["private"]]
+    said = [text for text in said if not CLAIMED.match(text)]
+    return [*(run["folder"] for run in runs), *(groups.names if groups else ()), *column, *said]
 
 
 def _column(unit: str) -> str:

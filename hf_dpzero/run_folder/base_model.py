@@ -47,6 +47,8 @@ _ADVICE = (
     "load the base model again, or set base_is_public: true if what it is now may be taken as public; "
     "the report then says so."
 )
+LOST_TO_ROUNDING = 1e-3
+"""Of a weight's standard deviation, at most; in half precision 16 of its steps."""
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
 SUBTRACTED = frozenset(("pissa", "olora"))
 """Those that are computed from the weights alone, and taken off them; a script's own may read rows."""
@@ -129,14 +131,18 @@ def check_start(
     return DECLARED if declared_public else NOT_COMPARED, None
 
 
-def started_from(model: nn.Module, base: str) -> str:
-    """Returns `base_weights` of a model that was loaded from `base`, a folder or Hub id."""
-    compared = compare_with_named(model, [base])
+def started_from(model: nn.Module, folder: str) -> tuple[str, int]:
+    """Compares a model with the folder that it was loaded from.
+
+    Returns:
+      Its `base_weights`, and how many of its tensors the folder does not have.
+    """
+    compared = compare_with_named(model, [folder])
     if _changed(model, compared):
-        return TRAINED
+        return TRAINED, 0
     if compared is None:
-        return NOT_COMPARED
-    return EQUAL_BUT_NEW if compared.fresh else EQUAL
+        return NOT_COMPARED, 0
+    return (EQUAL_BUT_NEW if compared.fresh else EQUAL), len(compared.fresh)
 
 
 def _changed(model: nn.Module, compared: Comparison | None) -> list[str]:
@@ -284,7 +290,16 @@ def _added(layer: Any, key: str, factors: Sequence[Tensor]) -> tuple[Tensor, flo
     if dtype.is_floating_point and on_grid:
         error = max(error, torch.finfo(dtype).eps)
     added = whole(layer.get_delta_weight(key)).detach().float().cpu()
-    return added, error * float(size) * abs(layer.scaling[key])
+    rounding = error * float(size) * abs(layer.scaling[key])
+    if dtype.is_floating_point:
+        rounding = min(rounding, _most(whole(layer.get_base_layer().weight).detach()))
+    return added, rounding
+
+
+def _most(weight: Tensor) -> float:
+    """What rounding may move a weight by; factors of any size could hide anything in more."""
+    share = max(LOST_TO_ROUNDING, 16 * torch.finfo(weight.dtype).eps)
+    return share * float(weight.float().std(correction=0))
 
 
 def _without_adapters(model: nn.Module, name: str, own: Tensor, tensor: Tensor) -> bool:
@@ -297,6 +312,7 @@ def _without_adapters(model: nn.Module, name: str, own: Tensor, tensor: Tensor) 
     left = saved
     for added, error in (_added(layer, *adapter) for adapter in _adapters_on(layer)):
         left, rounding = left - added, rounding + error
+    rounding = min(rounding, _most(tensor.to(own.dtype)))
     low, high = (left - rounding).to(own.dtype), (left + rounding).to(own.dtype)
     return not torch.equal(left, saved) and bool(((low <= own) & (own <= high)).all())
 

@@ -385,9 +385,12 @@ def of_a_chain(folder: Path, /, **entry: Any) -> None:
     write_model_card(folder)
 
 
+CLAIM = "The weights are (1, 1e-05)-differentially private under replacing one training example: x."
 NAMES: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
     "a base of the Hub": (lambda f: said_by(f, earlier_runs=[{"folder": "org/model-1.0",
-        "private": True, "statement": "x"}]), True),
+        "private": True, "statement": CLAIM}]), True),
+    "what it says": (lambda f: said_by(f, earlier_runs=[{"folder": "org/model-1.0",
+        "private": True, "statement": "trained on public text alone"}]), None),
     "a claim": (lambda f: said_by(f, earlier_runs=[{"folder": "a, 0.1 in all", "private": True,
         "statement": "x"}]), None),
     "a unit": (lambda f: said_by(f, privacy_unit="who with all its rows"), True),
@@ -480,12 +483,12 @@ def test_a_start_that_is_not_the_base_is_refused(published, base, tmp_path, caps
 def test_a_start_is_compared_with_the_given_base_alone(base, tmp_path):
     """Not with what the model's own configuration names, which a publisher wrote."""
     model = loaded(base)
-    assert started_from(model, str(base)) == "equal_to_named_but_new_parts"
+    assert started_from(model, str(base)) == ("equal_to_named_but_new_parts", 2)
     model.get_input_embeddings().weight.data += 0.5
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
-    assert started_from(again, str(tmp_path)) == "equal_to_named"
-    assert started_from(again, str(base)) == "trained_before"
+    assert started_from(again, str(tmp_path)) == ("equal_to_named", 0)
+    assert started_from(again, str(base)) == ("trained_before", 0)
 
 
 def test_runs_that_the_base_came_out_of_are_in_the_report(published, base, tmp_path, capsys):
@@ -493,9 +496,17 @@ def test_runs_that_the_base_came_out_of_are_in_the_report(published, base, tmp_p
     shutil.copytree(base, other)
     (other / "trajectory.ledger").touch()
     status, found = verified(capsys, published, "--base", other)
-    assert status == 1 and "came out of 1 runs of this package" in found["weights"][1]
+    assert status == 1 and "came out of a run of this package" in found["weights"][1]
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    said_by(folder, earlier_runs=[{"folder": "first", "private": True, "statement": CLAIM}])
+    assert "came out of a run" in verified(capsys, folder, "--base", other)[1]["weights"][1]
     status, found = verified(capsys, published, "--base", base)
-    assert status == 0 and f"the log and '{base}' (equal_to_named_but" in found["weights"][1]
+    assert (
+        status == 0
+        and f"the log and '{base}' (equal_to_named_but_new_parts, 2 tensors new)"
+        in found["weights"][1]
+    )
 
 
 def test_no_text_of_a_folder_moves_the_cursor(published, base, tmp_path, capsys):
@@ -533,6 +544,23 @@ def test_another_base_or_none_is_refused(published, base, tmp_path, capsys, monk
     assert status == 1 and "Give its folder or Hub id by --base" in found["weights"][1]
     assert main.main(["verify", "me/nothing"]) == 2
     assert "no repository that the Hub gave" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["org/base", "org/other"])
+def test_a_base_in_the_folder_or_proposed_by_anybody_is_refused(
+    name, published, base, tmp_path, capsys, monkeypatch
+):
+    folder = tmp_path / "copy"
+    shutil.copytree(published, folder)
+    shutil.copytree(base, folder / "org" / "base")
+    monkeypatch.chdir(folder)
+    recipe = {"model_name_or_path": name, "model_revision": "refs/pr/7", "task": "sst2"}
+    recipe |= {"output_dir": "x", "noise_multiplier": 1.0, "target_delta": 1e-3, "max_steps": 6}
+    (folder / RECIPE).write_text(json.dumps(recipe))
+    (folder / INITIAL_VALUES_FILE).unlink()
+    status, found = verified(capsys, folder)
+    said = "lies in the folder" if name == "org/base" else "anybody may propose"
+    assert status == 1 and said in found["weights"][1]
 
 
 def test_an_adapter_as_the_base_is_not_checked(published, tmp_path, capsys):

@@ -149,6 +149,26 @@ def test_an_adapter_that_a_script_makes_of_gradients_is_not_public(base: Path) -
         check_start(model, declared_public=False)
 
 
+@pytest.mark.parametrize("init", ["orthogonal", "pissa"])
+def test_large_factors_are_no_excuse(base: Path, init: str) -> None:
+    """What they add is small beside their product's worst rounding, and not beside the weight."""
+    model = peft.get_peft_model(
+        loaded(base), peft.LoraConfig(r=2, **{**ON, "init_lora_weights": init})
+    )
+    assert check_start(model, declared_public=False)[0] == NEW_PARTS
+    layer = next(m for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A)
+    down, up = (getattr(layer, f"lora_{part}")["default"].weight for part in "AB")
+    with torch.no_grad():  # B A is of size 0.3; 64 eps |A| |B| is 1.4
+        down[:] = 300 * torch.tensor([[1.0], [-1.0]])
+        up.fill_(300.0)
+        up[:, 1] += 1e-3 * torch.randn(len(up))
+        if init == "pissa":
+            weight = layer.get_base_layer().weight
+            weight.copy_(0.3 * torch.randn_like(weight))
+    with pytest.raises(ValueError, match="the model was changed after it was loaded"):
+        check_start(model, declared_public=False)
+
+
 @pytest.mark.parametrize("start", ["pissa_niter_4", "lora_ga"])
 def test_an_adapter_that_would_not_fit_its_base_again_is_refused(base: Path, start: str) -> None:
     if start == "lora_ga" and not hasattr(lora, "LoraGAConfig"):
