@@ -200,7 +200,7 @@ def _origin_of(source: str, overrides: Sequence[str], folder: Path) -> tuple[str
         raise ValueError(
             f"the base {named} lies in the folder that is verified: name one by --base."
         )
-    if origin.revision.startswith("refs/"):
+    if origin.revision.startswith("refs/") and not place.is_dir():
         raise ValueError(
             f"the base {named} is what anybody may propose to a repository, and no base."
         )
