@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,11 +43,12 @@ from hf_dpzero.parallel import collectives
 from hf_dpzero.parallel.collectives import RankError
 from hf_dpzero.parallel.fsdp import Lockstep
 from hf_dpzero.perturbation.sharding import local
+from hf_dpzero.perturbation.trainable import is_prompt
 from hf_dpzero.run import Run
 from hf_dpzero.run_folder.base_model import are_fresh
 from hf_dpzero.run_folder.folder import discard_unused
 from hf_dpzero.settings.config import DPZeroConfig
-from hf_dpzero.settings.defaults import rate_on, steps_that_follow
+from hf_dpzero.settings.defaults import MOVED, rate_on, steps_that_follow
 from hf_dpzero.settings.schedules import smoothing_of_steps
 from hf_dpzero.training.private_step import weighting_of
 from hf_dpzero.training.zeroth_order_step import ZerothOrderStep
@@ -256,19 +257,45 @@ class ZerothOrderMethod:
 def size_of_moved(run: Run) -> float:
     """Root mean square of the trained weights where a run moves them at random (`settings.defaults`).
 
-    0 where there are fewer of them than directions in the run, of adapters, and beside a fresh head,
-    which has further to go.
+    Of LoRA factors what stands for it. 0 where there are fewer of them than directions in the run, of
+    other adapters, and beside a fresh head, which has further to go.
     """
-    trained = [p for p in run.model.parameters() if p.requires_grad]
+    named = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
     directions = run.plan.steps * run.args.num_directions
-    if sum(p.numel() for p in trained) <= directions or hasattr(run.model, "peft_config"):
+    if sum(p.numel() for p in named.values()) <= directions:
         return 0.0
-    here = [
-        local(p.detach()) for p in trained
-    ]  # of sharded weights rank 0's part, for all processes
-    squares = sum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in here)
-    size = math.sqrt(squares / max(1, sum(p.numel() for p in here)))
-    return collectives.shared(0.0 if are_fresh(run.model, run.args.trainable, any) else size)
+    if all("lora_" in name for name in named):
+        size = _size_of_factors(run.model)
+    elif all(map(is_prompt, named)) or not hasattr(run.model, "peft_config"):
+        size = _root_mean_square(named.values())
+    else:
+        size = 0.0
+    fresh = not hasattr(run.model, "peft_config") and are_fresh(run.model, run.args.trainable, any)
+    return collectives.shared(0.0 if fresh else size)
+
+
+def _root_mean_square(tensors: Iterable[Tensor]) -> float:
+    here = [local(t.detach()) for t in tensors]  # of sharded ones rank 0's part, for all processes
+    squares = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in here)
+    return math.sqrt(squares / max(1, sum(t.numel() for t in here)))
+
+
+def _size_of_factors(model: Any) -> float:
+    """The size of LoRA factors whose share `MOVED` moves B A by this share of the weight that it is on.
+
+    Entries of both factors that move by w change B A by scaling r^(1/2) w (a + b + w), with their root
+    mean squares a and b at the start. The least of all layers; 0 where weights are quantised.
+    """
+    sizes = []
+    for layer in model.modules():
+        for key, down in (getattr(layer, "lora_A", None) or {}).items():
+            weight, up = layer.get_base_layer().weight, layer.lora_B[key].weight
+            if weight.is_floating_point():
+                at_start = sum(_root_mean_square([factor]) for factor in (down.weight, up))
+                aim = MOVED * _root_mean_square([weight])
+                aim /= abs(layer.scaling[key]) * math.sqrt(len(down.weight))
+                sizes.append((math.sqrt(at_start**2 + 4 * aim) - at_start) / 2 / MOVED)
+    return min(sizes, default=0.0)
 
 
 class LearningRate(torch.optim.Optimizer):
