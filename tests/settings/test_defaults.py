@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import PrefixTuningConfig, get_peft_model
-from tiny_runs import build, config, tiny_data, tiny_model
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from tiny_language_models import seeded
+from tiny_runs import build, config, tiny_data, tiny_model, with_lora
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -26,6 +28,7 @@ from hf_dpzero.estimators.landscape import Landscape
 from hf_dpzero.ledger.log_file import LedgerError
 from hf_dpzero.settings.defaults import (
     CLASSIC,
+    MOVED,
     NOISE_SHARE,
     OF_GRADIENTS,
     cost_of_direction,
@@ -144,7 +147,7 @@ def test_public_rows_lower_the_rate_which_then_no_clip_moves(tmp_path, capsys, m
 
 
 def test_weights_have_a_size_where_most_of_their_movement_is_random(tmp_path):
-    """More weights than directions in the run, and no adapter."""
+    """More weights than directions in the run, and no fresh head."""
     few = build(tmp_path / "few", max_steps=10, num_directions=2, clip=1.0).run
     trained = torch.cat([p.flatten() for p in few.model.parameters() if p.requires_grad])
     assert zeroth_order_method.size_of_moved(few) == pytest.approx(
@@ -161,6 +164,28 @@ def test_weights_have_a_size_where_most_of_their_movement_is_random(tmp_path):
     kept = {n: t for n, t in few.model.state_dict().items() if n != head}
     few.model.save_pretrained(folder, state_dict=kept)
     assert zeroth_order_method.size_of_moved(few) == 0.0
+
+
+@pytest.mark.false_alarm(0)
+def test_factors_that_walk_by_a_share_of_their_size_move_the_weight_by_it(tmp_path):
+    """B A, of factors that start as PEFT's do and move at random."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    bert = seeded(lambda: BertForMaskedLM(BertConfig(intermediate_size=64, **sizes)), 0)
+    model = seeded(
+        lambda: get_peft_model(bert, LoraConfig(r=4, target_modules=["query", "value"])), 1
+    )
+    run = SimpleNamespace(model=model, plan=SimpleNamespace(steps=10), args=config(tmp_path))
+    size, changes = zeroth_order_method.size_of_moved(run), []
+    generator = torch.Generator().manual_seed(5)
+    for layer in (m for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A):
+        weight = layer.get_base_layer().weight
+        with torch.no_grad():
+            for factor in (layer.lora_A["default"].weight, layer.lora_B["default"].weight):
+                factor += MOVED * size * torch.randn(factor.shape, generator=generator)
+            changes.append(layer.get_delta_weight("default").norm() / weight.norm())
+    assert len(changes) == 4 and float(max(changes)) == pytest.approx(MOVED, rel=0.2)
+    head = with_lora(tiny_model())  # whose fresh head is trained too
+    assert zeroth_order_method.size_of_moved(build(tmp_path / "head", head).run) == 0.0
 
 
 def test_a_rate_follows_the_clip_up_to_what_public_rows_allow(tmp_path, monkeypatch):
