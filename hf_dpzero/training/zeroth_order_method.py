@@ -283,18 +283,21 @@ def _root_mean_square(tensors: Iterable[Tensor]) -> float:
 def _size_of_factors(model: Any) -> float:
     """The size of LoRA factors whose share `MOVED` moves B A by this share of the weight that it is on.
 
-    Entries of both factors that move by w change B A by scaling r^(1/2) w (a + b + w), with their root
-    mean squares a and b at the start. The least of all layers; 0 where weights are quantised.
+    Entries that walk by w change B A by scaling r^(1/2) w (a^2 + b^2 + w^2)^(1/2), a and b the factors'
+    root mean squares at the start. Slopes grow with them: their square is a^2 + b^2 + w^2 over a^2 + b^2
+    times the first one's on average over the run, so the walk that is foreseen from the first is less
+    by the root of it. The least of all layers; 0 where weights are quantised.
     """
     sizes = []
     for layer in model.modules():
         for key, down in (getattr(layer, "lora_A", None) or {}).items():
             weight, up = layer.get_base_layer().weight, layer.lora_B[key].weight
             if weight.is_floating_point():
-                at_start = sum(_root_mean_square([factor]) for factor in (down.weight, up))
+                start = sum(_root_mean_square([factor]) ** 2 for factor in (down.weight, up))
                 aim = MOVED * _root_mean_square([weight])
                 aim /= abs(layer.scaling[key]) * math.sqrt(len(down.weight))
-                sizes.append((math.sqrt(at_start**2 + 4 * aim) - at_start) / 2 / MOVED)
+                walk = (math.sqrt(start**2 + 4 * aim**2) - start) / 2
+                sizes.append(math.sqrt(walk / (1 + walk / start)) / MOVED if start else 0.0)
     return min(sizes, default=0.0)
 
 

@@ -168,7 +168,7 @@ def test_weights_have_a_size_where_most_of_their_movement_is_random(tmp_path):
 
 @pytest.mark.false_alarm(0)
 def test_factors_that_walk_by_a_share_of_their_size_move_the_weight_by_it(tmp_path):
-    """B A, of factors that start as PEFT's do and move at random."""
+    """B A, of factors that start as PEFT's do and move at random, along slopes that grow with them."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
     bert = seeded(lambda: BertForMaskedLM(BertConfig(intermediate_size=64, **sizes)), 0)
     model = seeded(
@@ -176,12 +176,22 @@ def test_factors_that_walk_by_a_share_of_their_size_move_the_weight_by_it(tmp_pa
     )
     run = SimpleNamespace(model=model, plan=SimpleNamespace(steps=10), args=config(tmp_path))
     size, changes = zeroth_order_method.size_of_moved(run), []
-    generator = torch.Generator().manual_seed(5)
+    generator, steps = torch.Generator().manual_seed(5), 400
     for layer in (m for m in model.modules() if hasattr(m, "lora_A") and "default" in m.lora_A):
         weight = layer.get_base_layer().weight
+        factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
         with torch.no_grad():
-            for factor in (layer.lora_A["default"].weight, layer.lora_B["default"].weight):
-                factor += MOVED * size * torch.randn(factor.shape, generator=generator)
+            start = factors[0].square().mean()
+            for _ in range(steps):
+                slope = (sum(f.square().mean() for f in factors) / start).sqrt()
+                for f in factors:
+                    f += (
+                        MOVED
+                        * size
+                        / steps**0.5
+                        * slope
+                        * torch.randn(f.shape, generator=generator)
+                    )
             changes.append(layer.get_delta_weight("default").norm() / weight.norm())
     assert len(changes) == 4 and float(max(changes)) == pytest.approx(MOVED, rel=0.2)
     head = with_lora(tiny_model())  # whose fresh head is trained too
