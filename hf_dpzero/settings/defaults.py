@@ -38,8 +38,9 @@ That gain is the first step's. T steps along K directions move each of d > K T w
 alpha (K T (g^2 + s^2 / B + noise^2))^(1/2), a root of 3 less where the rate falls to zero. Pretrained
 weights may move by a share `MOVED` of their own size: at a third the accuracy of a small language model
 goes up and down, however little its loss curved at first (docs/results.md). Of LoRA factors the
-product B A may move by this share of the weight that it is added to. Fewer weights than directions are
-learned, not moved at random, and a fresh head has further to go than pretrained weights beside it.
+product B A may move by this share of the weight that it is added to; their slopes grow as they do. Fewer
+weights than directions are learned, not moved at random, and a fresh head has further to go than
+pretrained weights beside it.
 """
 
 from __future__ import annotations
