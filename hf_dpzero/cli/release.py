@@ -25,7 +25,7 @@ from hf_dpzero.reporting.privacy_report import REPORT_FILE, PrivacyReport
 from hf_dpzero.reporting.provenance import PACKAGE_SCHEME, Origin, earlier_runs, resolve_path
 from hf_dpzero.reporting.public import RECIPE_FILE
 from hf_dpzero.reporting.registry import registry_entry
-from hf_dpzero.reporting.verification import bound_to, check_weights
+from hf_dpzero.reporting.verification import agreeing, bound_to, check_weights
 from hf_dpzero.reporting.weights import read_weights, weight_files
 from hf_dpzero.reporting.wording import EQUAL, EQUAL_BUT_NEW, NOT_COMPARED
 from hf_dpzero.run_folder.base_model import started_from
@@ -175,7 +175,8 @@ def _weights_hold(
             f"the base model cannot be loaded, so the weights were not rebuilt: {error} Give its folder "
             "or Hub id by --base."
         ) from error
-    start = _start_holds(report, model, name, origin)
+    plan = PrivacyPlan.from_dict(trajectory.header["plan"])
+    start = _start_holds(report, plan, model, name, origin)
     replay(model, trajectory)
     with tempfile.TemporaryDirectory() as made:
         model.save_pretrained(made)
@@ -212,7 +213,19 @@ def _origin_of(source: str, overrides: Sequence[str], folder: Path) -> tuple[str
     return named, origin
 
 
-def _start_holds(report: PrivacyReport, model: Any, named: str, origin: Origin) -> str:
+def _extended(plan: PrivacyPlan, base: Path) -> list[str]:
+    """The digest of the base's weights, where its own private run is what `plan` extends."""
+    if not plan.after or not (base / SHIPPING_NAME).is_file():
+        return []
+    report, log = agreeing(PrivacyReport.load(base / REPORT_FILE), base)
+    own = PrivacyPlan.from_dict(log.header["plan"])
+    same = plan.after == (*own.after, (replace(own, after=()), report.steps))
+    return [str(report.weights_digest)] if report.private and same else []
+
+
+def _start_holds(
+    report: PrivacyReport, plan: PrivacyPlan, model: Any, named: str, origin: Origin
+) -> str:
     """Compares a loaded start with the base itself, and the base's runs with those of the report."""
     place = origin.path
     if not Path(place).is_dir():
@@ -230,9 +243,9 @@ def _start_holds(report: PrivacyReport, model: Any, named: str, origin: Origin) 
             f"the start is {start!r} beside {named}, and {REPORT_FILE} says {stated!r}: what the run "
             "began with is not the base that it names."
         )
-    covered = [part.get("weights_digest") for part in report.parts]
+    covered = _extended(plan, Path(place))
     listed = [(run["private"], run["statement"]) for run in report.earlier_runs]
-    for run in earlier_runs([origin], list(filter(None, covered))):
+    for run in earlier_runs([origin], covered):
         if (run["private"], run["statement"]) not in listed:
             raise ValueError(
                 f"{named} came out of a run of this package that is not in earlier_runs of "

@@ -509,6 +509,30 @@ def test_runs_that_the_base_came_out_of_are_in_the_report(published, base, tmp_p
     )
 
 
+def test_the_run_that_another_extends_is_the_one_beside_its_base(base, tmp_path, capsys):
+    """Its digest among the parts is no proof: its publisher wrote it."""
+    first, last = tmp_path / "first" / "run", tmp_path / "second"
+    pushed(base, first.parent)
+    folder = pushed(first, last, extends_run=str(first))
+    status, found = verified(capsys, folder, "--base", first)
+    assert status == 0 and found["weights"][0], found["weights"]
+    plan = PrivacyPlan.from_dict(Trajectory.load(folder / LOG).header["plan"])
+    ((before, _),) = plan.after
+    of_the_log(folder, "plan", replace(plan, after=((before, 1),)).to_dict())
+    status, found = verified(capsys, folder, "--base", first)
+    assert status == 1 and "is not in earlier_runs" in found["weights"][1]
+    assert [claim for claim, (holds, _) in found.items() if holds is False] == ["weights"]
+    of_the_log(folder, "plan", plan.to_dict())
+    values = json.loads((first / REPORT).read_text())
+    log = Trajectory.load(first / LOG)
+    log.header["log_private_diagnostics"] = True
+    log.to_safetensors(first / LOG)
+    report = PrivacyReport.from_header(log.header, steps=6, delta=1e-3)
+    replace(report, weights_digest=values["weights_digest"]).save(first)
+    status, found = verified(capsys, folder, "--base", first)
+    assert status == 1 and "NOT PRIVATE" in found["weights"][1]
+
+
 def test_no_text_of_a_folder_moves_the_cursor(published, base, tmp_path, capsys):
     folder = tmp_path / "copy"
     shutil.copytree(published, folder)
