@@ -292,7 +292,8 @@ def _added(layer: Any, key: str, factors: Sequence[Tensor]) -> tuple[Tensor, flo
     added = whole(layer.get_delta_weight(key)).detach().float().cpu()
     rounding = error * float(size) * abs(layer.scaling[key])
     if dtype.is_floating_point:
-        rounding = min(rounding, _most(whole(layer.get_base_layer().weight).detach()))
+        # The bound comes first: min keeps its NaN, which nothing is below.
+        rounding = min(_most(whole(layer.get_base_layer().weight).detach()), rounding)
     return added, rounding
 
 
@@ -312,7 +313,7 @@ def _without_adapters(model: nn.Module, name: str, own: Tensor, tensor: Tensor) 
     left = saved
     for added, error in (_added(layer, *adapter) for adapter in _adapters_on(layer)):
         left, rounding = left - added, rounding + error
-    rounding = min(rounding, _most(tensor.to(own.dtype)))
+    rounding = min(_most(tensor.to(own.dtype)), rounding)
     low, high = (left - rounding).to(own.dtype), (left + rounding).to(own.dtype)
     return not torch.equal(left, saved) and bool(((low <= own) & (own <= high)).all())
 

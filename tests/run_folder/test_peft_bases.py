@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hf_dpzero.ledger.trajectory import Trajectory
 from hf_dpzero.objectives.losses import ordinary_tokens
 from hf_dpzero.reporting.hub import build_hub_folder
 from hf_dpzero.reporting.weights import open_weights, saved_tensors
-from hf_dpzero.run_folder.base_model import check_start
+from hf_dpzero.run_folder.base_model import check_start, trained_adapters
 from hf_dpzero.run_folder.initial_values import load_initial_model
 
 NEW_PARTS = "equal_to_named_but_new_parts"
@@ -167,6 +168,9 @@ def test_large_factors_are_no_excuse(base: Path, init: str) -> None:
             weight.copy_(0.3 * torch.randn_like(weight))
     with pytest.raises(ValueError, match="the model was changed after it was loaded"):
         check_start(model, declared_public=False)
+    with torch.no_grad():
+        layer.get_base_layer().weight[0, 0] = math.nan
+    assert trained_adapters(model)  # nor beside one whose size nobody can say
 
 
 @pytest.mark.parametrize("start", ["pissa_niter_4", "lora_ga"])
