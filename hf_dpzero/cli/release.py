@@ -164,7 +164,8 @@ def _weights_hold(
     """
     hub.check_files(folder)
     check_weights(report, folder)
-    if not PrivacyPlan.from_dict(trajectory.header["plan"]).mechanism.replayable:
+    plan = PrivacyPlan.from_dict(trajectory.header["plan"])
+    if not plan.mechanism.replayable:
         return "their digest is the report's; the log of this method cannot rebuild them"
     source, overrides = _base_of(folder, trajectory, base)
     name, origin = _origin_of(source, overrides, folder)
@@ -175,7 +176,6 @@ def _weights_hold(
             f"the base model cannot be loaded, so the weights were not rebuilt: {error} Give its folder "
             "or Hub id by --base."
         ) from error
-    plan = PrivacyPlan.from_dict(trajectory.header["plan"])
     start = _start_holds(report, plan, model, name, origin)
     replay(model, trajectory)
     with tempfile.TemporaryDirectory() as made:

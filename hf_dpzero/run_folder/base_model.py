@@ -292,15 +292,14 @@ def _added(layer: Any, key: str, factors: Sequence[Tensor]) -> tuple[Tensor, flo
     added = whole(layer.get_delta_weight(key)).detach().float().cpu()
     rounding = error * float(size) * abs(layer.scaling[key])
     if dtype.is_floating_point:
-        # The bound comes first: min keeps its NaN, which nothing is below.
-        rounding = min(_most(whole(layer.get_base_layer().weight).detach()), rounding)
+        rounding = min(rounding, _most(whole(layer.get_base_layer().weight).detach()))
     return added, rounding
 
 
 def _most(weight: Tensor) -> float:
-    """What rounding may move a weight by; factors of any size could hide anything in more."""
+    """What rounding may move a weight by (0 with NaN in it); factors could hide anything in more."""
     share = max(LOST_TO_ROUNDING, 16 * torch.finfo(weight.dtype).eps)
-    return share * float(weight.float().std(correction=0))
+    return share * float(weight.float().std(correction=0).nan_to_num(0.0))
 
 
 def _without_adapters(model: nn.Module, name: str, own: Tensor, tensor: Tensor) -> bool:
@@ -313,7 +312,7 @@ def _without_adapters(model: nn.Module, name: str, own: Tensor, tensor: Tensor) 
     left = saved
     for added, error in (_added(layer, *adapter) for adapter in _adapters_on(layer)):
         left, rounding = left - added, rounding + error
-    rounding = min(_most(tensor.to(own.dtype)), rounding)
+    rounding = min(rounding, _most(tensor.to(own.dtype)))
     low, high = (left - rounding).to(own.dtype), (left + rounding).to(own.dtype)
     return not torch.equal(left, saved) and bool(((low <= own) & (own <= high)).all())
 
