@@ -125,7 +125,10 @@ def epsilon_of_group(parts: tuple[Part, ...], delta: float, examples: int) -> fl
     Raises:
       ValueError: another sampler, noise or relation.
     """
-    from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
+    from dp_accounting.pld.privacy_loss_distribution import (
+        from_gaussian_mechanism,
+        from_mixture_gaussian_mechanism,
+    )
     from scipy.stats import binom
 
     parts = tuple((spec, steps) for spec, steps in parts if steps)
@@ -150,14 +153,18 @@ def epsilon_of_group(parts: tuple[Part, ...], delta: float, examples: int) -> fl
     def account(left: float) -> float:
         found = []
         for spec, steps in parts:
-            chances = binom.pmf(np.arange(examples + 1), examples, spec.probability)
-            often = np.flatnonzero(chances)
-            step = from_mixture_gaussian_mechanism(
-                spec.noise_multiplier,
-                often.astype(float).tolist(),
-                chances[often].tolist(),
-                value_discretization_interval=grid,
-            )
+            if spec.probability == 1:  # the library fails at some mixtures of one Gaussian
+                multiplier = spec.noise_multiplier / examples
+                step = from_gaussian_mechanism(multiplier, value_discretization_interval=grid)
+            else:
+                chances = binom.pmf(np.arange(examples + 1), examples, spec.probability)
+                often = np.flatnonzero(chances)
+                step = from_mixture_gaussian_mechanism(
+                    spec.noise_multiplier,
+                    often.astype(float).tolist(),
+                    chances[often].tolist(),
+                    value_discretization_interval=grid,
+                )
             found.append(step.self_compose(steps))
         whole = reduce(lambda a, b: a.compose(b), found)
         error = sum(steps for _, steps in parts) * 2.0**-53 + 1e-15 * (
