@@ -34,7 +34,8 @@ signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for t
 for rank in map(str, range(int(os.environ["SLURM_NTASKS"]))):
     place = {{**os.environ, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}}
     tasks.append(subprocess.Popen(sys.argv[1:], env=place))
-pathlib.Path("step.pid").write_text(str(os.getpid()))
+pathlib.Path("step.part").write_text(str(os.getpid()))
+os.replace("step.part", "step.pid")  # whole as soon as it is there
 sys.exit(max(status if status >= 0 else 128 - status for status in [t.wait() for t in tasks]))
 """,
     "scontrol": """#!/bin/sh
