@@ -89,7 +89,7 @@ def test_a_prompt_of_each_kind_trains_a_tiny_decoder(task, tmp_path, checkpoint)
     assert {f"zero_shot_{metric}", f"eval_{metric}"} <= set(results)
 
 
-@pytest.mark.parametrize("method", ["dpzero", "dp-adamw", "dp-sgd", "mezo"])
+@pytest.mark.parametrize("method", ["dpzero", "dp-adamw", "dp-sgd", "dpgd-0th", "mezo"])
 def test_a_head_on_features_of_a_tiny_decoder_trains(method, tmp_path, checkpoint):
     """As `compare recipes/sst2/smollm2-features-dpzero.yaml --methods METHOD` builds it."""
     path, recipe = FOLDER / "sst2/smollm2-features-dpzero.yaml", tmp_path / "recipe.yaml"
