@@ -52,7 +52,7 @@ _SECTIONS = {
     "Quickstart": ("quickstart",),
     "RoBERTa-large, prompted (the paper's Table 2)": ("roberta-large",),
     "OPT, prompted (the paper's Tables 4 and 5)": ("opt-",),
-    "all-MiniLM-L6-v2, a linear head (measured in [docs/results.md](../docs/results.md))": (
+    "all-MiniLM-L6-v2, a linear head (measured or simulated: [docs/results.md](../docs/results.md))": (
         "minilm",
     ),
     "SmolLM2-135M-Instruct, prompted ([how to](../docs/how_to/small_decoder.md))": (
@@ -76,7 +76,7 @@ header says what to download, what to expect and what differs from the paper. An
 overridden: `--target_epsilon 6`, `--train_file mine.jsonl --validation_file theirs.jsonl`. Files whose
 name starts with an underscore are parts that recipes share (`extends`); they do not run alone.
 
-The recipes with all-MiniLM-L6-v2 are written for DPZero. Other methods run on the same task and model
+Most recipes with all-MiniLM-L6-v2 are written for DPZero. Other methods run on the same task and model
 with the settings in `methods/_minilm-METHOD.yaml`:
 
 ```bash

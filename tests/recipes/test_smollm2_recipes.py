@@ -41,7 +41,7 @@ def test_a_recipe_says_how_to_run_it_and_what_to_expect(tmp_path, monkeypatch):
         assert f"hf-dpzero evaluate recipes/{task}/smollm2-dpzero.yaml --zero_shot\n" in text
         assert f"python -m scripts.demo_lm {DEFAULT}" in text and "# What to expect: " in text
         assert recipe.model.model_name_or_path == f"./{DEFAULT}"
-        assert (recipe.data.task, recipe.training.learning_rate) == (task, 3e-4)
+        assert (recipe.data.task, recipe.training.learning_rate) == (task, None)
         assert (
             "the published shape of" in find_config(recipe.model)[1]
         )  # so `plan` needs no download
