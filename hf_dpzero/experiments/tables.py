@@ -213,7 +213,7 @@ def plot_comparison(record: Record, folder: Path) -> Path | None:
             if cell.peak_memory_bytes is not None:
                 at = cell.peak_memory_bytes / 2**20, score
                 right.errorbar(*at, yerr=error, marker="o", capsize=3, color=colour)
-                label = f"{method}, {_at(cell.epsilon)}"
+                label = _at(cell.epsilon).removeprefix("ε = ")
                 right.annotate(label, at, xytext=(5, 4), textcoords="offset points", fontsize=7)
         if line:
             columns = zip(*sorted(line), strict=True)
@@ -229,8 +229,10 @@ def plot_comparison(record: Record, folder: Path) -> Path | None:
     left.grid(alpha=0.3)
     if left.get_legend_handles_labels()[1]:
         left.legend(fontsize=7)
-    right.set(xlabel="peak memory of training steps (MiB)", ylabel="score (%)")
-    right.margins(x=0.25)
+    right.set(
+        xlabel="peak memory of training steps (MiB); beside each point its ε", ylabel="score (%)"
+    )
+    right.margins(x=0.1)
     right.grid(alpha=0.3)
     figure.savefig(folder / PLOT_FILE, dpi=120)
     return folder / PLOT_FILE
