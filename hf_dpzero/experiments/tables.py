@@ -213,8 +213,9 @@ def plot_comparison(record: Record, folder: Path) -> Path | None:
             if cell.peak_memory_bytes is not None:
                 at = cell.peak_memory_bytes / 2**20, score
                 right.errorbar(*at, yerr=error, marker="o", capsize=3, color=colour)
-                label = _at(cell.epsilon).removeprefix("ε = ")
-                right.annotate(label, at, xytext=(5, 4), textcoords="offset points", fontsize=7)
+                right.annotate(
+                    _at(cell.epsilon), at, xytext=(5, 4), textcoords="offset points", fontsize=6
+                )
         if line:
             columns = zip(*sorted(line), strict=True)
             left.errorbar(*columns, marker="o", capsize=3, label=method, color=colour)
@@ -229,9 +230,7 @@ def plot_comparison(record: Record, folder: Path) -> Path | None:
     left.grid(alpha=0.3)
     if left.get_legend_handles_labels()[1]:
         left.legend(fontsize=7)
-    right.set(
-        xlabel="peak memory of training steps (MiB); beside each point its ε", ylabel="score (%)"
-    )
+    right.set(xlabel="peak memory of training steps (MiB)", ylabel="score (%)")
     right.margins(x=0.1)
     right.grid(alpha=0.3)
     figure.savefig(folder / PLOT_FILE, dpi=120)
