@@ -2,7 +2,8 @@
 
 The next token is the most probable one, y_t = argmax_v p(v | prompt, y_<t), until a stop token or
 `max_new_tokens`: how generation tasks are scored in MeZO (Malladi et al. 2023, arXiv:2305.17333,
-appendix D). Nothing is drawn, so no generator moves.
+appendix D), but that no answer is empty: its first token is the most probable one that does not end it.
+Nothing is drawn, so no generator moves.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hf_dpzero.objectives.losses import (
     model_logits,
     right_padded,
     take_columns,
+    takes,
 )
 
 Decoded = tuple[Tensor, Tensor]
@@ -37,6 +39,7 @@ def greedy(
     max_new_tokens: int,
     stop_token_ids: Sequence[int],
     pad_token_id: int,
+    cache: Any = None,
 ) -> Decoded:
     """The tokens that a decoder goes on with, the most probable one each time.
 
@@ -48,8 +51,9 @@ def greedy(
       model: a decoder with `generate`, also under PEFT; in eval mode.
       input_ids, attention_mask: prompts `[B, T]`, padded on either side.
       max_new_tokens: N >= 1.
-      stop_token_ids: where a row ends; () for never.
+      stop_token_ids: where a row ends, after a token that is none of them; () for never.
       pad_token_id: any token that the model knows; it is never attended to.
+      cache: from `answer_logits` of these prompts, which are then not run again.
 
     Returns:
       `[B, N]` int64: a row's tokens before its first stop token, then -100; and `[B]` float32, the mean
@@ -66,9 +70,7 @@ def greedy(
     (ids, mask), stops = left_padded(input_ids, attention_mask), tuple(stop_token_ids)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: it must be at least 1.")
-    adapter: Any = getattr(_generator(model), "active_peft_config", None)
-    # Positions that PEFT's prompt tuning and prefix tuning take.
-    virtual = getattr(adapter, "num_virtual_tokens", None) or 0
+    virtual = _virtual_tokens(model)
     config: Any = getattr(base_model(model), "config", None)
     context, prompt = getattr(config, "max_position_embeddings", None), virtual + ids.shape[1]
     if context is not None and prompt + max_new_tokens > context:
@@ -77,10 +79,11 @@ def greedy(
             f"context of {context}: shorten the prompts to {context - max_new_tokens} tokens, or lower "
             "max_new_tokens."
         )
-    # Virtual tokens lose count of positions in a cache.
-    decode = _without_cache if virtual else _with_cache
     ids = ids.masked_fill(mask == 0, pad_token_id)
-    tokens, logits = decode(model, ids, mask, max_new_tokens, stops, pad_token_id)
+    if virtual:  # they lose count of positions in a cache
+        tokens, logits = _without_cache(model, ids, mask, max_new_tokens, stops)
+    else:
+        tokens, logits = _with_cache(model, ids, mask, max_new_tokens, stops, pad_token_id, cache)
     # What stands behind a stop token was made because other rows went on.
     tokens = tokens.masked_fill(_stopped(tokens, stops), IGNORE_INDEX)
     missing = tokens.new_full((len(tokens), max_new_tokens - tokens.shape[1]), IGNORE_INDEX)
@@ -119,8 +122,53 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tens
     return ids[:, unused:], mask[:, unused:]
 
 
+def answer_logits(
+    model: nn.Module, prompts: tuple[Tensor, Tensor], answers: Tensor
+) -> tuple[Tensor, Any] | None:
+    """Logits of given answers, and the keys and values of the prompts, from one pass.
+
+    Args:
+      model: a decoder, in eval mode.
+      prompts: ids and mask `[B, T]`, padded on the left.
+      answers: `[B, A]` int64 tokens that follow them, then -100.
+
+    Returns:
+      Logits `[B, A, V]` from which each answer token is chosen, and the cache of all but the prompts' last
+      token, for `greedy`. None where it cannot be cut off there: windows and states that forget, tokens of
+      PEFT's in front, compiled code, positions that the model counts by itself.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    ids, mask = prompts
+    cache, present = DynamicCache(config=base_model(model).config), answers.ne(IGNORE_INDEX)
+    cut_off = all(type(layer) is DynamicLayer for layer in cache.layers)
+    named = all(takes(model, n) for n in ("position_ids", "past_key_values", "use_cache"))
+    if not (cut_off and named) or is_compiled(model) or _virtual_tokens(model):
+        return None
+    own = mask.ne(0).sum(dim=1, keepdim=True)
+    mask = torch.cat([mask, present.to(mask.dtype)], dim=1)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.cat([ids, answers.masked_fill(~present, 0)], dim=1),
+        "attention_mask": mask,
+        "position_ids": (mask.ne(0).cumsum(dim=1) - 1).clamp(min=0),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+    places = own - 1 + torch.arange(answers.shape[1], device=own.device)
+    logits = selected_logits(model, inputs, places)
+    cache.crop(-answers.shape[1] - 1)
+    return logits, cache if cache.get_seq_length() == ids.shape[1] - 1 else None
+
+
 def _with_cache(
-    model: nn.Module, ids: Tensor, mask: Tensor, count: int, stops: tuple[int, ...], pad: int
+    model: nn.Module,
+    ids: Tensor,
+    mask: Tensor,
+    count: int,
+    stops: tuple[int, ...],
+    pad: int,
+    cache: Any,
 ) -> Decoded:
     """By the model's own `generate`, each token in a pass of its own."""
     from transformers import GenerationConfig, LogitsProcessorList
@@ -133,6 +181,7 @@ def _with_cache(
 
     settings = GenerationConfig(
         max_new_tokens=count,
+        min_new_tokens=1,
         do_sample=False,
         num_beams=1,
         use_cache=True,
@@ -150,6 +199,7 @@ def _with_cache(
             attention_mask=mask,
             generation_config=settings,
             logits_processor=LogitsProcessorList([noted]),
+            **({} if cache is None else {"past_key_values": cache}),
         )
     finally:
         for module, config in zip(owners, own, strict=True):
@@ -158,21 +208,29 @@ def _with_cache(
 
 
 def _without_cache(
-    model: nn.Module, ids: Tensor, mask: Tensor, count: int, stops: tuple[int, ...], pad: int
+    model: nn.Module, ids: Tensor, mask: Tensor, count: int, stops: tuple[int, ...]
 ) -> Decoded:
     """By passes over everything so far."""
     tokens, largest = ids[:, :0], list[Tensor]()
     one = mask.new_ones(len(mask), 1)
-    for _ in range(count):
+    for place in range(count):
         last = (mask.shape[1] - 1 - mask.ne(0).int().argmax(dim=1, keepdim=True)).long()
-        logits = selected_logits(model, {"input_ids": ids, "attention_mask": mask}, last)
-        top = logits[:, 0].float().max(dim=1)
+        logits = selected_logits(model, {"input_ids": ids, "attention_mask": mask}, last)[:, 0]
+        if place == 0:
+            logits[:, list(stops)] = -torch.inf
+        top = logits.float().max(dim=1)
         largest.append(top.values)
         new = top.indices.unsqueeze(1)
         tokens, ids, mask = (torch.cat(p, dim=1) for p in ((tokens, new), (ids, new), (mask, one)))
         if bool(_stopped(tokens, stops)[:, -1].all()):
             break
     return tokens, torch.stack(largest, dim=1)
+
+
+def _virtual_tokens(model: nn.Module) -> int:
+    """Positions that PEFT's prompt tuning and prefix tuning take."""
+    adapter: Any = getattr(_generator(model), "active_peft_config", None)
+    return getattr(adapter, "num_virtual_tokens", None) or 0
 
 
 def _generator(model: nn.Module) -> Any:

@@ -20,7 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dpzero.objectives.generation import greedy, selected_logits
+from hf_dpzero.objectives.generation import (
+    answer_logits,
+    greedy,
+    left_padded,
+    selected_logits,
+)
 from hf_dpzero.objectives.host import on_host, sent
 from hf_dpzero.objectives.losses import (
     IGNORE_INDEX,
@@ -167,7 +172,7 @@ class Answers(PromptObjective):
 
     Args:
       max_new_tokens: N, of a prediction.
-      stop_token_ids: where a prediction ends.
+      stop_token_ids: where a prediction ends; it begins with none of them, for no answer is empty.
       pad_token_id: what prompts are padded with.
     """
 
@@ -199,17 +204,41 @@ class Answers(PromptObjective):
         Returns:
           `[B, max_new_tokens]` int64; the mean logits `[B]` float32.
         """
+        return self._decoded(model, self._prompts(inputs))
+
+    def evaluate(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Losses and predictions of a labelled batch; a prompt runs once where its cache can be kept.
+
+        Returns:
+          `[B]` float32, as of a call; `[B, max_new_tokens]` int64, as of `predict`; both up to rounding.
+        """
+        prompts, (_, answers) = self._prompts(inputs), _labelled_targets(labels_of(inputs))
+        answers = answers[:, : max(1, int(answers.ne(IGNORE_INDEX).sum(dim=1).max()))]
+        found = answer_logits(model, left_padded(*prompts), answers)
+        if found is None:
+            return self(model, inputs), self.predict(model, inputs)
+        losses = token_losses(found[0], answers)
+        return losses, self._decoded(model, prompts, found[1])[0]
+
+    @staticmethod
+    def _prompts(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Ids, and the mask of the attended tokens before a row's first labelled one."""
         mask, labels = inputs.get("attention_mask"), inputs.get("labels")
         mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
-        if labels is not None:  # the attended tokens before a row's first labelled one
+        if labels is not None:
             mask = mask * (labels.ne(IGNORE_INDEX).cumsum(dim=1) == 0)
+        return inputs["input_ids"], mask
+
+    def _decoded(
+        self, model: nn.Module, prompts: tuple[Tensor, Tensor], cache: object = None
+    ) -> tuple[Tensor, Tensor]:
         return greedy(
             model,
-            inputs["input_ids"],
-            mask,
+            *prompts,
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=self.stop_token_ids,
             pad_token_id=self.pad_token_id,
+            cache=cache,
         )
 
 

@@ -219,13 +219,15 @@ def decoded_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> st
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the tokens that end an answer: the end of text, and a new line where it is a token."""
+    """Returns the tokens that end an answer: the end of text, and new lines without other text."""
     # In the middle of a text, where some tokenizers write a new line otherwise than by itself.
     after = tokenizer(f"x{END}", add_special_tokens=False)["input_ids"]
     before = tokenizer("x", add_special_tokens=False)["input_ids"]
     lines = after[len(before) :] if after[: len(before)] == before else []
     ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    return tuple(dict.fromkeys([*ends, *(lines if len(lines) == 1 else [])]))
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    blank = [token for token, text in enumerate(texts) if END in text and not text.strip()]
+    return tuple(dict.fromkeys([*ends, *(lines if len(lines) == 1 else []), *blank]))
 
 
 # ---- scores

@@ -24,7 +24,7 @@ from hf_dpzero.checks.overrides import overriding
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import is_classifier
 from hf_dpzero.objectives.losses import Inputs, classification_losses
-from hf_dpzero.objectives.prompted import PromptObjective
+from hf_dpzero.objectives.prompted import Answers, PromptObjective
 from hf_dpzero.privacy.group_losses import metric_keys, places
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.plan_of import groups_of
@@ -295,21 +295,25 @@ def own_mean(args: TrainingArguments) -> Iterator[None]:
         args.average_tokens_across_devices = before
 
 
-def losses_of(
-    objective: PromptObjective, model: nn.Module, inputs: Inputs, predictions: Tensor | None
-) -> Tensor:
-    """Cross-entropy losses, also where the objective itself is not smooth (accuracy, F1).
+def evaluated(
+    objective: PromptObjective, model: nn.Module, inputs: Inputs, loss_only: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Losses and predictions of a batch; cross entropy also where the objective is not smooth.
 
     Args:
       objective: of the run.
       model: evaluated.
       inputs: a batch with labels.
-      predictions: class scores [B, classes], if known, are not computed a second time.
+      loss_only: leave out predictions.
 
     Returns:
-      Losses [B], float32.
+      Losses [B], float32; what `objective.predict` says, or None.
     """
-    if predictions is not None and predictions.is_floating_point():
-        return classification_losses(predictions, inputs["labels"], "single_label_classification")
     smooth = getattr(objective, "objective", objective)
-    return smooth(model, inputs)
+    if isinstance(smooth, Answers) and not loss_only:
+        return smooth.evaluate(model, inputs)
+    predictions = None if loss_only else objective.predict(model, inputs)
+    if predictions is None or not predictions.is_floating_point():
+        return smooth(model, inputs), predictions
+    labels = inputs["labels"]
+    return classification_losses(predictions, labels, "single_label_classification"), predictions

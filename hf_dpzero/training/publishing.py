@@ -279,8 +279,9 @@ class PublishingTrainer(Trainer):
                 losses_of = objective or loss_by_row(self) or select_objective(model)
                 losses, predictions = losses_of(model, batch), None
             else:
-                predictions = None if prediction_loss_only else objective.predict(model, batch)
-                losses = evaluation.losses_of(objective, model, batch, predictions)
+                losses, predictions = evaluation.evaluated(
+                    objective, model, batch, prediction_loss_only
+                )
         if self._losses is not None:
             every = self.accelerator.gather_for_metrics(losses.detach())
             self._losses.append(every.double().cpu())

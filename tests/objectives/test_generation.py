@@ -45,7 +45,9 @@ def by_full_passes(model: nn.Module, prompt: Tensor, stops: Sequence[int] = STOP
     while len(found) < NEW:
         with torch.no_grad():
             logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False)[0]
-        token = int(logits[0, -1].argmax())
+        ranked = logits[0, -1].argsort(descending=True).tolist()
+        # No answer is empty: the first token is the most probable one that does not end it.
+        token = ranked[0] if found else next(t for t in ranked if t not in stops)
         if token in stops:
             break
         found.append(token)
