@@ -133,15 +133,16 @@ def answer_logits(
       answers: `[B, A]` int64 tokens that follow them, then -100.
 
     Returns:
-      Logits `[B, A, V]` from which each answer token is chosen, and the cache of all but the prompts' last
-      token, for `greedy`. None where it cannot be cut off there: windows and states that forget, tokens of
-      PEFT's in front, compiled code, positions that the model counts by itself.
+      Logits `[B, A, V]` from which each answer token is chosen, and the cache of all but the prompts'
+      last token, for `greedy`. None where it cannot be cut off there: windows and states that forget,
+      tokens of PEFT's in front, compiled code, positions that the model counts by itself.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    ids, mask = prompts
-    cache, present = DynamicCache(config=base_model(model).config), answers.ne(IGNORE_INDEX)
+    base: Any = base_model(model)
+    (ids, mask), present = prompts, answers.ne(IGNORE_INDEX)
+    cache = DynamicCache(config=base.config)
     cut_off = all(type(layer) is DynamicLayer for layer in cache.layers)
     named = all(takes(model, n) for n in ("position_ids", "past_key_values", "use_cache"))
     if not (cut_off and named) or is_compiled(model) or _virtual_tokens(model):

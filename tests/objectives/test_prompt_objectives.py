@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_dpzero.estimators.choose_strategy import choose_strategy, inexactness
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.bounded import AnswerF1, ZeroOne, alone
+from hf_dpzero.objectives.generation import answer_logits
 from hf_dpzero.objectives.heads import causal_lm_objective
 from hf_dpzero.objectives.losses import (
     WrappedObjective,
@@ -203,6 +205,62 @@ def test_answers_predict_from_the_prompt_alone(family, side, language_model):
     assert found.shape == (4, NEW)
     assert torch.equal(found, ANSWERS.predict(model, without))
     assert len(found.unique(dim=0)) > 1
+
+
+def evaluated_twice(
+    model: nn.Module, batch: Batch
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], list[int]]:
+    """Losses and predictions of two calls, of `evaluate`, and the widths of the latter's passes."""
+    widths = list[int]()
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    with torch.no_grad():
+        expected = ANSWERS(model, batch), ANSWERS.predict(model, batch)
+        handle = embeddings.register_forward_hook(lambda *a: widths.append(a[2].shape[1]))
+        found = ANSWERS.evaluate(model, batch)
+    handle.remove()
+    return expected, found, widths
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("adapter", [None, "lora"])
+@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.filterwarnings("ignore")
+def test_an_evaluation_runs_a_prompt_once(family, adapter, side, language_model):
+    examples = answer_examples()
+    examples[1].labels[0][:] = -100  # type: ignore[index]  # a row without an answer is all prompt
+    model = adapted(language_model(family), adapter)
+    expected, found, widths = evaluated_twice(model, collated(examples, side))
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[0][1] == 0.0 < found[0].max()
+    assert torch.equal(found[1], expected[1])
+    assert widths[0] > 1
+    assert set(widths[1:]) == {1}
+
+
+def forgetful(kind: str, language_model: Any) -> Any:
+    """Models whose cache cannot be cut off behind the prompt, or that count positions themselves."""
+    small = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "window":
+        sizes = {"intermediate_size": 8, "num_key_value_heads": 2, "sliding_window": 4}
+        return MistralForCausalLM(MistralConfig(**small, **sizes)).eval()
+    if kind == "alibi":
+        small["n_layer"], small["n_head"] = small.pop("num_hidden_layers"), 2
+        return BloomForCausalLM(BloomConfig(**small)).eval()
+    if kind == "compiled":
+        return torch.compile(language_model("opt"), backend="eager")
+    return adapted(language_model("opt"), kind)
+
+
+@pytest.mark.parametrize("kind", ["window", "alibi", "compiled", "prompt"])
+@pytest.mark.filterwarnings("ignore")
+def test_other_caches_run_a_prompt_twice(kind, language_model):
+    model, batch = forgetful(kind, language_model), collated(answer_examples())
+    expected, found, _ = evaluated_twice(model, batch)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    ids = torch.full((2, 6), 7)
+    with torch.no_grad():
+        assert answer_logits(model, (ids, torch.ones_like(ids)), ids[:, :3]) is None
 
 
 def test_columns_are_what_no_model_takes(language_model):

@@ -505,13 +505,19 @@ def test_an_answer_ends_with_its_line(family):
     own = [*ids, tokenizer.eos_token_id, -100, -100]
     assert decoded_answer(tokenizer, own) == "x in May, 1900"
     assert decoded_answer(tokenizer, [-100, -100]) == decoded_answer(tokenizer, []) == ""
-    end, line = stop_tokens(tokenizer)
+    end, line, *blank = stop_tokens(tokenizer)
     assert end == tokenizer.eos_token_id
     assert tokenizer("in May\n", add_special_tokens=False)["input_ids"][-1] == line
     if not isinstance(tokenizer, Slow):
         assert tokenizer.decode([line]).endswith("\n")
-    answers = tokenizer("in May 1900", add_special_tokens=False)["input_ids"]
-    assert not {end, line} & set(answers)
+    answers = tokenizer("in  May 1900", add_special_tokens=False)["input_ids"]
+    assert not {end, line, *blank} & set(answers)
+    assert [decoded_answer(tokenizer, [token]) for token in blank] == [""] * len(blank)
+    if not isinstance(tokenizer, Slow):
+        more = ["\n\n", " \n", "a\n", "  "]
+        tokenizer.add_tokens(more)
+        lines = tokenizer.convert_tokens_to_ids(more[:2])
+        assert stop_tokens(tokenizer) == (end, line, *blank, *lines)
 
 
 def test_an_answer_is_one_line_and_there_is_one(tmp_path):
