@@ -386,6 +386,7 @@ def precompute_features(
     """
     import datasets
     from datasets.fingerprint import Hasher
+    from datasets.utils import tqdm
 
     select_trainable(model, trainable)
     if not isinstance(model, SentenceClassifier):
@@ -430,6 +431,8 @@ def precompute_features(
             batches.append(widened(batch, "right", columns))
             alike.setdefault((shape_of(batches[i]), unmasked(batches[i])), []).append(i)
         embeddings = torch.empty(len(batches), config.feature_size)
+        # `map` itself counts what was handed over, which is minutes of long rows.
+        done = tqdm(total=len(batches), desc="of these rows", leave=False)
         for members in alike.values():
             count = rows_of(width_of(batches[members[0]]))
             for start in range(0, len(members), count):
@@ -438,6 +441,8 @@ def precompute_features(
                 filled = stacked([*(batches[i] for i in chosen), *blanks])
                 tokens = {key: value.to(place) for key, value in filled.items()}
                 embeddings[chosen] = classifier.embed(**tokens)[: len(chosen)].cpu()
+                done.update(len(chosen))
+        done.close()
         return {"sentence_embedding": embeddings.numpy()}
 
     how = "alone" if alone else "in passes of fixed widths"

@@ -229,6 +229,23 @@ def test_stored_features_give_the_same_losses(checkpoint, task, pairing):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_encoding_says_how_far_it_is_within_what_it_was_handed(checkpoint, task, monkeypatch):
+    counted = list[int]()
+
+    class Bar:
+        def __init__(self, total: int, **_: Any) -> None:
+            counted.append(-total)
+            self.update, self.close = counted.append, lambda: None
+
+    monkeypatch.setattr("datasets.utils.tqdm", Bar)
+    model, tokenizer = built(checkpoint, task, "siamese")
+    rows, collate = task.tokenize(tokenizer, "siamese")["train"], task.collator(tokenizer)
+    precompute_features(model, rows, collate, trainable="^classifier", batch_size=2)
+    assert counted[0] == -len(ROWS)
+    assert sum(counted) == 0
+    assert max(counted) <= 2
+
+
 def test_stored_features_are_named_after_model_and_rows(checkpoint, task):
     def fingerprint(pairing: str = "siamese", scale: float = 1.0, **changes: Any) -> str:
         model, tokenizer = built(checkpoint, task, pairing, **changes)
