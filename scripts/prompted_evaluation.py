@@ -1,6 +1,6 @@
 """Evaluation of a recipe's rows by length, against the order of the data and losses of sorted rows.
 
-Times all three by turns in one process, in CPU seconds (medians), which other work on the machine hardly
+Times all by turns in one process, in CPU seconds (medians), which other work on the machine hardly
 moves; says how far apart the predictions are.
 
   python -m scripts.prompted_evaluation recipes/sst2/smollm2-dpzero.yaml --max_eval_samples 128
@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from hf_dpzero.objectives.prompted import Answers
 from hf_dpzero.recipes.build import build_trainer
 from hf_dpzero.recipes.recipe import load_recipe, parse_overrides
 
@@ -37,18 +38,21 @@ def main() -> None:
         trainer.args.include_for_metrics = ["loss"] if in_order else []
         return np.asarray(trainer.predict(rows).predictions)
 
-    def bare() -> None:
+    def bare(*functions: Callable[..., object]) -> None:
         for start in range(0, len(rows), batch):
             made = trainer.data_collator([rows[i] for i in order[start : start + batch]])
             with torch.no_grad():
-                objective(trainer.model, made)
+                for function in functions:
+                    function(trainer.model, made)
 
     torch.testing.assert_close(predicted(True), predicted(False), rtol=1e-4, atol=1e-3)
     ways: dict[str, Callable[[], object]] = {
         "in the order of the data": lambda: predicted(True),
         "by length": lambda: predicted(False),
-        "losses of sorted rows alone": bare,
+        "losses of sorted rows alone": lambda: bare(objective),
     }
+    if isinstance(objective, Answers):  # which an evaluation has from one pass over the prompt
+        ways["losses, then answers, of sorted rows"] = lambda: bare(objective, objective.predict)
     seconds = {name: list[float]() for name in ways}
     for _ in range(ROUNDS):
         for name, run in ways.items():
