@@ -198,13 +198,22 @@ class Answers(PromptObjective):
         """
         return self.decode(model, inputs)[0]
 
-    def decode(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """`greedy` after each row's prompt.
+    def decode(
+        self, model: nn.Module, inputs: Inputs, cache: object = None
+    ) -> tuple[Tensor, Tensor]:
+        """`greedy` after each row's prompt, whose cache may be known.
 
         Returns:
           `[B, max_new_tokens]` int64; the mean logits `[B]` float32.
         """
-        return self._decoded(model, self._prompts(inputs))
+        return greedy(
+            model,
+            *_prompts(inputs),
+            max_new_tokens=self.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            pad_token_id=self.pad_token_id,
+            cache=cache,
+        )
 
     def evaluate(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Losses and predictions of a labelled batch; a prompt runs once where its cache can be kept.
@@ -212,34 +221,12 @@ class Answers(PromptObjective):
         Returns:
           `[B]` float32, as of a call; `[B, max_new_tokens]` int64, as of `predict`; both up to rounding.
         """
-        prompts, (_, answers) = self._prompts(inputs), _labelled_targets(labels_of(inputs))
+        _, answers = _labelled_targets(labels_of(inputs))
         answers = answers[:, : max(1, int(answers.ne(IGNORE_INDEX).sum(dim=1).max()))]
-        found = answer_logits(model, left_padded(*prompts), answers)
+        found = answer_logits(model, left_padded(*_prompts(inputs)), answers)
         if found is None:
             return self(model, inputs), self.predict(model, inputs)
-        losses = token_losses(found[0], answers)
-        return losses, self._decoded(model, prompts, found[1])[0]
-
-    @staticmethod
-    def _prompts(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Ids, and the mask of the attended tokens before a row's first labelled one."""
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
-        if labels is not None:
-            mask = mask * (labels.ne(IGNORE_INDEX).cumsum(dim=1) == 0)
-        return inputs["input_ids"], mask
-
-    def _decoded(
-        self, model: nn.Module, prompts: tuple[Tensor, Tensor], cache: object = None
-    ) -> tuple[Tensor, Tensor]:
-        return greedy(
-            model,
-            *prompts,
-            max_new_tokens=self.max_new_tokens,
-            stop_token_ids=self.stop_token_ids,
-            pad_token_id=self.pad_token_id,
-            cache=cache,
-        )
+        return token_losses(found[0], answers), self.decode(model, inputs, found[1])[0]
 
 
 # ---------------------------------------------------------------- which positions, which targets
@@ -269,6 +256,15 @@ def _lengths(rows: Inputs) -> Tensor:
     if mask is None:
         return torch.full_like(ids[:, 0], ids.shape[1])
     return ids.shape[1] - on_host(mask).ne(0).flip(1).int().argmax(dim=1)
+
+
+def _prompts(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Ids, and the mask of the attended tokens before a row's first labelled one."""
+    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+    if labels is not None:
+        mask = mask * (labels.ne(IGNORE_INDEX).cumsum(dim=1) == 0)
+    return inputs["input_ids"], mask
 
 
 def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:
