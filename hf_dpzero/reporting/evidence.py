@@ -37,6 +37,8 @@ from hf_dpzero.reporting.wording import (
     EQUAL,
     EXAMPLE,
     EXTENDED,
+    RATE_FAR_OFF,
+    RATE_OF_HEAD,
     counted_steps,
     number,
     round_up,
@@ -76,17 +78,11 @@ _VERSION = re.compile(rf"(?:{'|'.join(PACKAGES).replace('-', '_')}) \d[\w.+!-]{{
 _CLAIM = re.compile(r"[|<>*`\[\]]|epsilon|\beps\b|[\u03b5\u03f5]|differential", re.I)
 _WORD = r"\w[\w.+~-]{0,60}"
 _NAME = rf"{_WORD}(?:[ /]{_WORD}){{0,3}}"
-_RATE = (
-    r"learning_rate=# was given(?:, at which a fresh head makes # of the movement that noise, clip, B "
-    r"and T allow: # is taken, as if it were left out\. learning_rate_is_final=True keeps a given one\."
-    r"|; from the noise, the clip, B and T it would be #, so the weights move # of the way that they "
-    r"would\. Rates of training with gradients do not carry over: leave it out, unless it was found for "
-    r"this method\.)"
-)
+_RATE = "|".join(map(re.escape, (RATE_OF_HEAD, RATE_FAR_OFF)))
 _GRIDS = SecureNoise.name.replace("_exact", "(_exact|(_key)?_on_grid)")
 _NOISE = rf"none|{_GRIDS}|(?i:insecure)\w{{0,60}}"
 _GRAMMAR = {
-    "learning_rate": _RATE.replace("#", r"[\d.e+-]+"),
+    "learning_rate": _RATE.replace(r"\{\}", r"[\d.e+-]+"),
     "processes": r"|\d+(?: \((?:\d+ shares of the (?:rows|directions)(?: x )?){1,2}"
     r"(?:, parameters in parts by FSDP2)?\))?",
     "noise_source": _NOISE,

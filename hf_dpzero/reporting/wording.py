@@ -34,6 +34,15 @@ def unit_words(column: str) -> str:
     return f"{column} with all its rows"
 
 
+RATE_OF_HEAD = (
+    "learning_rate={} was given, at which a fresh head makes {} of the movement that noise, clip, B "
+    "and T allow: {} is taken, as if it were left out. learning_rate_is_final=True keeps a given one."
+)
+RATE_FAR_OFF = (
+    "learning_rate={} was given; from the noise, the clip, B and T it would be {}, so the weights move "
+    "{} of the way that they would. Rates of training with gradients do not carry over: leave it out, "
+    "unless it was found for this method."
+)
 NOT_PRIVATE_METHODS = ("mezo", "sgd", "adamw")
 EQUAL, DECLARED, NOT_COMPARED = "equal_to_named", "declared_public", "not_compared"
 EQUAL_BUT_NEW, EXTENDED = "equal_to_named_but_new_parts", "of_the_extended_run"

@@ -58,6 +58,7 @@ from hf_dpzero.perturbation.sharding import own_class
 from hf_dpzero.perturbation.trainable import is_prompt, is_trained
 from hf_dpzero.privacy.correlated.correlation import run_deviation
 from hf_dpzero.privacy.plan import PrivacyPlan
+from hf_dpzero.reporting.wording import RATE_FAR_OFF, RATE_OF_HEAD
 from hf_dpzero.settings.nested import NESTED
 from hf_dpzero.settings.setting import COUNT, refuse
 
@@ -367,15 +368,8 @@ def decide_rate(
         return Rate(
             ours,
             chosen=True,
-            said=f"learning_rate={given:g} was given, at which a fresh head makes {share:.2g} of the "
-            f"movement that noise, clip, B and T allow: {ours:.2g} is taken, as if it were left out. "
-            "learning_rate_is_final=True keeps a given one.",
+            said=RATE_OF_HEAD.format(f"{given:g}", f"{share:.2g}", f"{ours:.2g}"),
         )
     if 1 / FAR <= share <= FAR or "num_directions" not in config.chosen:
         return Rate(given)
-    return Rate(
-        given,
-        said=f"learning_rate={given:g} was given; from the noise, the clip, B and T it would be "
-        f"{ours:.2g}, so the weights move {share:.2g} of the way that they would. Rates of training "
-        "with gradients do not carry over: leave it out, unless it was found for this method.",
-    )
+    return Rate(given, said=RATE_FAR_OFF.format(f"{given:g}", f"{ours:.2g}", f"{share:.2g}"))
