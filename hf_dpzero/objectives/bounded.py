@@ -47,6 +47,10 @@ class BoundedObjective(PromptObjective):
         """Scores or tokens of the objective inside, of the batch as a whole."""
         return self.objective.predict(model, inputs)
 
+    def evaluate(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Those of the objective inside, whose losses are smooth."""
+        return self.objective.evaluate(model, inputs)
+
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Losses `[B]` float32 in [0, 1]."""
         return _one_by_one(self._loss_alone, model, inputs)

@@ -2,7 +2,8 @@
 
 The next token is the most probable one, y_t = argmax_v p(v | prompt, y_<t), until a stop token or
 `max_new_tokens`: how generation tasks are scored in MeZO (Malladi et al. 2023, arXiv:2305.17333,
-appendix D), but that no answer is empty: its first token is the most probable one that does not end it.
+appendix D), but that no answer begins with its end: the first token is the most probable one that is
+no stop token.
 Nothing is drawn, so no generator moves.
 """
 
@@ -24,6 +25,7 @@ from hf_dpzero.objectives.losses import (
     right_padded,
     take_columns,
     takes,
+    token_losses,
 )
 
 Decoded = tuple[Tensor, Tensor]
@@ -53,7 +55,7 @@ def greedy(
       max_new_tokens: N >= 1.
       stop_token_ids: where a row ends, after a token that is none of them; () for never.
       pad_token_id: any token that the model knows; it is never attended to.
-      cache: from `answer_logits` of these prompts, which are then not run again.
+      cache: from `answer_losses` of these prompts, which are then not run again.
 
     Returns:
       `[B, N]` int64: a row's tokens before its first stop token, then -100; and `[B]` float32, the mean
@@ -80,7 +82,7 @@ def greedy(
             "max_new_tokens."
         )
     ids = ids.masked_fill(mask == 0, pad_token_id)
-    if virtual:  # they lose count of positions in a cache
+    if virtual or _counts_behind_padding(model):  # they lose count of positions in a cache
         tokens, logits = _without_cache(model, ids, mask, max_new_tokens, stops)
     else:
         tokens, logits = _with_cache(model, ids, mask, max_new_tokens, stops, pad_token_id, cache)
@@ -122,10 +124,10 @@ def left_padded(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tens
     return ids[:, unused:], mask[:, unused:]
 
 
-def answer_logits(
+def answer_losses(
     model: nn.Module, prompts: tuple[Tensor, Tensor], answers: Tensor
 ) -> tuple[Tensor, Any] | None:
-    """Logits of given answers, and the keys and values of the prompts, from one pass.
+    """Mean cross entropy of given answers, and the keys and values of the prompts, from one pass.
 
     Args:
       model: a decoder, in eval mode.
@@ -133,19 +135,12 @@ def answer_logits(
       answers: `[B, A]` int64 tokens that follow them, then -100.
 
     Returns:
-      Logits `[B, A, V]` from which each answer token is chosen, and the cache of all but the prompts'
-      last token, for `greedy`. None where it cannot be cut off there: windows and states that forget,
-      tokens of PEFT's in front, compiled code, positions that the model counts by itself.
+      Losses `[B]` float32, and the cache of all but the prompts' last token, for `greedy`. None where
+      it cannot be cut off there or would depend on the answer: see `_empty_cache`.
     """
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    base: Any = base_model(model)
     (ids, mask), present = prompts, answers.ne(IGNORE_INDEX)
-    cache = DynamicCache(config=base.config)
-    cut_off = all(type(layer) is DynamicLayer for layer in cache.layers)
-    named = all(takes(model, n) for n in ("position_ids", "past_key_values", "use_cache"))
-    if not (cut_off and named) or is_compiled(model) or _virtual_tokens(model):
+    cache = _empty_cache(model, ids.shape[1] + answers.shape[1])
+    if cache is None:
         return None
     own = mask.ne(0).sum(dim=1, keepdim=True)
     mask = torch.cat([mask, present.to(mask.dtype)], dim=1)
@@ -157,9 +152,36 @@ def answer_logits(
         "use_cache": True,
     }
     places = own - 1 + torch.arange(answers.shape[1], device=own.device)
-    logits = selected_logits(model, inputs, places)
+    losses = token_losses(selected_logits(model, inputs, places), answers)
     cache.crop(-answers.shape[1] - 1)
-    return logits, cache if cache.get_seq_length() == ids.shape[1] - 1 else None
+    return losses, cache
+
+
+def _empty_cache(model: nn.Module, width: int) -> Any:
+    """A cache of up to `width` tokens whose end can be cut off, or None.
+
+    None for windows and states that forget, rotations that depend on the whole length, compiled code,
+    tokens of PEFT's in front, and positions that the model counts by itself.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    base: Any = base_model(model)
+    config: Any = getattr(base, "config", None)
+    context = getattr(config, "max_position_embeddings", None)
+    if (
+        # What `generate` asks: in transformers 5.3 the layers of hybrids, below, do not tell.
+        not getattr(base, "_supports_default_dynamic_cache", lambda: False)()
+        or "longrope" in str(getattr(config, "rope_parameters", None))
+        or (context is not None and width > context)
+        or is_compiled(model)
+        or _virtual_tokens(model)
+        or _counts_behind_padding(model)
+        or not all(takes(model, n) for n in ("position_ids", "past_key_values", "use_cache"))
+    ):
+        return None
+    cache = DynamicCache(config=config)
+    return cache if all(type(layer) is DynamicLayer for layer in cache.layers) else None
 
 
 def _with_cache(
@@ -218,7 +240,7 @@ def _without_cache(
         last = (mask.shape[1] - 1 - mask.ne(0).int().argmax(dim=1, keepdim=True)).long()
         logits = selected_logits(model, {"input_ids": ids, "attention_mask": mask}, last)[:, 0]
         if place == 0:
-            logits[:, list(stops)] = -torch.inf
+            logits[:, [stop for stop in stops if stop < logits.shape[1]]] = -torch.inf
         top = logits.float().max(dim=1)
         largest.append(top.values)
         new = top.indices.unsqueeze(1)
@@ -232,6 +254,14 @@ def _virtual_tokens(model: nn.Module) -> int:
     """Positions that PEFT's prompt tuning and prefix tuning take."""
     adapter: Any = getattr(_generator(model), "active_peft_config", None)
     return getattr(adapter, "num_virtual_tokens", None) or 0
+
+
+def _counts_behind_padding(model: nn.Module) -> bool:
+    """Whether positions are numbered from the padding's own index on, as in RoBERTa."""
+    return any(
+        name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+        for name, module in base_model(model).named_modules()
+    )
 
 
 def _generator(model: nn.Module) -> Any:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dpzero.objectives.generation import (
-    answer_logits,
+    answer_losses,
     greedy,
     left_padded,
     selected_logits,
@@ -67,6 +67,10 @@ class PromptObjective(ABC):
           `[B, L]` float32 scores of the classes, or `[B, N]` int64 tokens padded with -100.
         """
 
+    def evaluate(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Smooth losses `[B]` float32 and predictions of a labelled batch, as `predict`."""
+        return self(model, inputs), self.predict(model, inputs)
+
     def _for_model(self, inputs: Inputs) -> dict[str, Tensor]:
         return {k: v for k, v in without_labels(inputs).items() if k not in self.columns}
 
@@ -76,10 +80,12 @@ class ClassScores(PromptObjective):
 
     def __call__(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Losses `[B]` float32."""
-        labels = labels_of(inputs)
-        return classification_losses(
-            self.predict(model, inputs), labels, "single_label_classification"
-        )
+        return self.evaluate(model, inputs)[0]
+
+    def evaluate(self, model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Losses `[B]` and the scores that they are of."""
+        labels, scores = labels_of(inputs), self.predict(model, inputs)
+        return classification_losses(scores, labels, "single_label_classification"), scores
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ class Answers(PromptObjective):
 
     Args:
       max_new_tokens: N, of a prediction.
-      stop_token_ids: where a prediction ends; it begins with none of them, for no answer is empty.
+      stop_token_ids: where a prediction ends; it begins with none of them, as no right answer is empty.
       pad_token_id: what prompts are padded with.
     """
 
@@ -221,12 +227,12 @@ class Answers(PromptObjective):
         Returns:
           `[B]` float32, as of a call; `[B, max_new_tokens]` int64, as of `predict`; both up to rounding.
         """
-        _, answers = _labelled_targets(labels_of(inputs))
-        answers = answers[:, : max(1, int(answers.ne(IGNORE_INDEX).sum(dim=1).max()))]
-        found = answer_logits(model, left_padded(*_prompts(inputs)), answers)
-        if found is None:
-            return self(model, inputs), self.predict(model, inputs)
-        return token_losses(found[0], answers), self.decode(model, inputs, found[1])[0]
+        others = self._for_model(inputs).keys() - {"input_ids", "attention_mask"}
+        rows = None if others or type(self) is not Answers else _prompts_and_answers(inputs)
+        if rows is None or (found := answer_losses(model, *rows)) is None:
+            return super().evaluate(model, inputs)
+        losses, cache = found
+        return losses, self.decode(model, inputs, cache)[0]
 
 
 # ---------------------------------------------------------------- which positions, which targets
@@ -265,6 +271,18 @@ def _prompts(inputs: Inputs) -> tuple[Tensor, Tensor]:
     if labels is not None:
         mask = mask * (labels.ne(IGNORE_INDEX).cumsum(dim=1) == 0)
     return inputs["input_ids"], mask
+
+
+def _prompts_and_answers(inputs: Inputs) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
+    """Prompts padded on the left and the answers behind them; None where rows have more than these."""
+    (ids, mask), labels, whole = _prompts(inputs), labels_of(inputs), inputs.get("attention_mask")
+    attended = mask.ne(0) | labels.ne(IGNORE_INDEX)
+    whole = torch.ones_like(attended) if whole is None else whole.ne(0)
+    starts = F.pad(attended.int(), (1, 0)).diff(dim=1).eq(1).sum(dim=1)
+    if not torch.equal(attended, whole) or bool((starts > 1).any()):
+        return None
+    _, answers = _labelled_targets(labels)
+    return left_padded(ids, mask), answers[:, : max(1, int(answers.ne(IGNORE_INDEX).sum(1).max()))]
 
 
 def _labelled_targets(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -432,17 +432,16 @@ def precompute_features(
             alike.setdefault((shape_of(batches[i]), unmasked(batches[i])), []).append(i)
         embeddings = torch.empty(len(batches), config.feature_size)
         # `map` itself counts what was handed over, which is minutes of long rows.
-        done = tqdm(total=len(batches), desc="of these rows", leave=False)
-        for members in alike.values():
-            count = rows_of(width_of(batches[members[0]]))
-            for start in range(0, len(members), count):
-                chosen = members[start : start + count]
-                blanks = [blank_like(batches[chosen[0]])] * (count - len(chosen))
-                filled = stacked([*(batches[i] for i in chosen), *blanks])
-                tokens = {key: value.to(place) for key, value in filled.items()}
-                embeddings[chosen] = classifier.embed(**tokens)[: len(chosen)].cpu()
-                done.update(len(chosen))
-        done.close()
+        with tqdm(total=len(batches), desc="of these rows", leave=False) as done:
+            for members in alike.values():
+                count = rows_of(width_of(batches[members[0]]))
+                for start in range(0, len(members), count):
+                    chosen = members[start : start + count]
+                    blanks = [blank_like(batches[chosen[0]])] * (count - len(chosen))
+                    filled = stacked([*(batches[i] for i in chosen), *blanks])
+                    tokens = {key: value.to(place) for key, value in filled.items()}
+                    embeddings[chosen] = classifier.embed(**tokens)[: len(chosen)].cpu()
+                    done.update(len(chosen))
         return {"sentence_embedding": embeddings.numpy()}
 
     how = "alone" if alone else "in passes of fixed widths"

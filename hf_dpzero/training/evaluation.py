@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import EvalPrediction, Trainer, TrainingArguments
 from transformers.utils import logging
@@ -23,8 +22,7 @@ from transformers.utils import logging
 from hf_dpzero.checks.overrides import overriding
 from hf_dpzero.estimators.random_state import isolated_randomness
 from hf_dpzero.objectives.heads import is_classifier
-from hf_dpzero.objectives.losses import Inputs, classification_losses
-from hf_dpzero.objectives.prompted import Answers, PromptObjective
+from hf_dpzero.objectives.prompted import PromptObjective
 from hf_dpzero.privacy.group_losses import metric_keys, places
 from hf_dpzero.settings.config import DPZeroConfig
 from hf_dpzero.settings.plan_of import groups_of
@@ -293,27 +291,3 @@ def own_mean(args: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         args.average_tokens_across_devices = before
-
-
-def evaluated(
-    objective: PromptObjective, model: nn.Module, inputs: Inputs, loss_only: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Losses and predictions of a batch; cross entropy also where the objective is not smooth.
-
-    Args:
-      objective: of the run.
-      model: evaluated.
-      inputs: a batch with labels.
-      loss_only: leave out predictions.
-
-    Returns:
-      Losses [B], float32; what `objective.predict` says, or None.
-    """
-    smooth = getattr(objective, "objective", objective)
-    if isinstance(smooth, Answers) and not loss_only:
-        return smooth.evaluate(model, inputs)
-    predictions = None if loss_only else objective.predict(model, inputs)
-    if predictions is None or not predictions.is_floating_point():
-        return smooth(model, inputs), predictions
-    labels = inputs["labels"]
-    return classification_losses(predictions, labels, "single_label_classification"), predictions

@@ -273,15 +273,15 @@ class PublishingTrainer(Trainer):
                 )
             if self._losses is None or found[0] is None:
                 return found
-        batch = self._prepare_inputs(dict(inputs))
+        batch, predictions = self._prepare_inputs(dict(inputs)), None
         with torch.no_grad(), self.compute_loss_context_manager():
             if not isinstance(objective, PromptObjective):
                 losses_of = objective or loss_by_row(self) or select_objective(model)
-                losses, predictions = losses_of(model, batch), None
+                losses = losses_of(model, batch)
+            elif prediction_loss_only:  # of the smooth objective, where another one wraps it
+                losses = getattr(objective, "objective", objective)(model, batch)
             else:
-                losses, predictions = evaluation.evaluated(
-                    objective, model, batch, prediction_loss_only
-                )
+                losses, predictions = objective.evaluate(model, batch)
         if self._losses is not None:
             every = self.accelerator.gather_for_metrics(losses.detach())
             self._losses.append(every.double().cpu())

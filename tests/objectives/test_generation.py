@@ -11,7 +11,13 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, GenerationConfig
+from transformers import (
+    BertConfig,
+    BertModel,
+    GenerationConfig,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from hf_dpzero.objectives.generation import greedy
 
@@ -46,7 +52,7 @@ def by_full_passes(model: nn.Module, prompt: Tensor, stops: Sequence[int] = STOP
         with torch.no_grad():
             logits = model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False)[0]
         ranked = logits[0, -1].argsort(descending=True).tolist()
-        # No answer is empty: the first token is the most probable one that does not end it.
+        # No answer begins with its end: the first token is the most probable one that does not end it.
         token = ranked[0] if found else next(t for t in ranked if t not in stops)
         if token in stops:
             break
@@ -79,6 +85,26 @@ def test_rows_are_decoded_as_if_alone(family, side, language_model):
     assert len({tuple(row) for row in expected}) > 2, "the rows must be told apart"
     assert decode(model, *padded(rows, side)).tolist() == expected
     assert [decode(model, *padded([row], side))[0].tolist() for row in rows] == expected
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_that_a_model_counts_behind_padding(side):
+    small = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    own = {"num_hidden_layers": 1, "is_decoder": True, "pad_token_id": PAD}
+    torch.manual_seed(0)
+    model = RobertaForCausalLM(RobertaConfig(vocab_size=64, **small, **own, initializer_range=0.5))
+    rows = prompts()
+    expected = [by_full_passes(model.eval(), row) for row in rows]
+    assert decode(model, *padded(rows, side)).tolist() == expected
+
+
+@pytest.mark.parametrize("adapter", [None, "prompt"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_stop_token_that_the_model_does_not_have(adapter, language_model):
+    model, (ids, mask) = language_model("opt"), padded(prompts(), "left")
+    model = with_adapter(model, adapter) if adapter else model
+    found = decode(model, ids, mask, stop_token_ids=(*STOPS, 64, 1000))
+    assert torch.equal(found, decode(model, ids, mask))
 
 
 def test_some_rows_stop_and_some_do_not(language_model):

@@ -11,13 +11,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from hf_dpzero.estimators.choose_strategy import choose_strategy, inexactness
 from hf_dpzero.estimators.finite_differences import FiniteDifferences
 from hf_dpzero.estimators.per_example_gradients import GhostGradients, PerExampleGradients
 from hf_dpzero.objectives.bounded import AnswerF1, ZeroOne, alone
-from hf_dpzero.objectives.generation import answer_logits
+from hf_dpzero.objectives.generation import answer_losses
 from hf_dpzero.objectives.heads import causal_lm_objective
 from hf_dpzero.objectives.losses import (
     WrappedObjective,
@@ -237,30 +248,104 @@ def test_an_evaluation_runs_a_prompt_once(family, adapter, side, language_model)
     assert set(widths[1:]) == {1}
 
 
+def drawn(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    return model
+
+
 def forgetful(kind: str, language_model: Any) -> Any:
     """Models whose cache cannot be cut off behind the prompt, or that count positions themselves."""
     small = {"vocab_size": 64, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"intermediate_size": 8, "num_key_value_heads": 2}
     if kind == "window":
-        sizes = {"intermediate_size": 8, "num_key_value_heads": 2, "sliding_window": 4}
-        return MistralForCausalLM(MistralConfig(**small, **sizes)).eval()
+        return drawn(MistralForCausalLM(MistralConfig(**small, **sizes, sliding_window=4)))
     if kind == "alibi":
         small["n_layer"], small["n_head"] = small.pop("num_hidden_layers"), 2
-        return BloomForCausalLM(BloomConfig(**small)).eval()
+        return drawn(BloomForCausalLM(BloomConfig(**small)))
+    if kind == "long rope":  # another rotation where prompt and answer together exceed 8 tokens
+        rope = {"rope_type": "longrope", "short_factor": [1.0] * 2, "long_factor": [3.0] * 2}
+        rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 8}
+        own = {
+            "pad_token_id": PAD,
+            "max_position_embeddings": 48,
+            "original_max_position_embeddings": 8,
+        }
+        return drawn(Phi3ForCausalLM(Phi3Config(**small, **sizes, **own, rope_parameters=rope)))
+    if kind == "context":  # of 10 tokens; the longest prompt has 5, and another row's answer 7
+        layers = {"num_layers": 1, "attention_types": [[["local"], 1]], "window_size": 4}
+        neo = {"vocab_size": 64, "hidden_size": 8, "num_heads": 2, "max_position_embeddings": 10}
+        return drawn(GPTNeoForCausalLM(GPTNeoConfig(**neo, **layers)))
+    if kind == "behind padding":
+        own = {"is_decoder": True, "pad_token_id": PAD, "max_position_embeddings": 48}
+        return drawn(RobertaForCausalLM(RobertaConfig(**small, intermediate_size=8, **own)))
     if kind == "compiled":
         return torch.compile(language_model("opt"), backend="eager")
+    if kind == "its own cache":  # as generate asks
+        model = language_model("opt")
+        model._supports_default_dynamic_cache = lambda: False
+        return model
     return adapted(language_model("opt"), kind)
 
 
-@pytest.mark.parametrize("kind", ["window", "alibi", "compiled", "prompt"])
+FORGETFUL = [
+    "window",
+    "alibi",
+    "long rope",
+    "context",
+    "behind padding",
+    "compiled",
+    "its own cache",
+]
+
+
+@pytest.mark.parametrize("kind", [*FORGETFUL, "prompt"])
 @pytest.mark.filterwarnings("ignore")
 def test_other_caches_run_a_prompt_twice(kind, language_model):
-    model, batch = forgetful(kind, language_model), collated(answer_examples())
+    model, batch = forgetful(kind, language_model).eval(), collated(answer_examples())
     expected, found, _ = evaluated_twice(model, batch)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     ids = torch.full((2, 6), 7)
     with torch.no_grad():
-        assert answer_logits(model, (ids, torch.ones_like(ids)), ids[:, :3]) is None
+        assert answer_losses(model, (ids, torch.ones_like(ids)), ids) is None
+
+
+def unusual(kind: str) -> Batch:
+    """Rows that are more than a prompt and its answer."""
+    batch = collated(answer_examples())
+    if kind == "a token between labels":
+        batch["labels"][1, 6] = -100
+    elif kind == "a token behind the answer":
+        batch["labels"][1, 8] = -100
+    elif kind == "a hole":
+        batch["attention_mask"][1, 2] = 0
+    else:
+        batch["token_type_ids"] = torch.ones_like(batch["input_ids"])
+    return batch
+
+
+@pytest.mark.parametrize(
+    "kind", ["a token between labels", "a token behind the answer", "a hole", "another input"]
+)
+def test_other_rows_run_a_prompt_twice(kind, language_model):
+    expected, found, _ = evaluated_twice(language_model("gpt2"), unusual(kind))
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_an_evaluation_has_the_losses_of_a_subclass(language_model):
+    class Doubled(Answers):
+        def __call__(self, model: nn.Module, inputs: Any) -> Tensor:
+            return 2 * super().__call__(model, inputs)
+
+    model, batch = language_model("opt"), collated(answer_examples())
+    with torch.no_grad():
+        found = Doubled(NEW, (2,), PAD).evaluate(model, batch)
+        torch.testing.assert_close(found[0], 2 * ANSWERS(model, batch))
 
 
 def test_columns_are_what_no_model_takes(language_model):
