@@ -135,7 +135,7 @@ def find_config(arguments: ModelArguments) -> tuple[PretrainedConfig, str]:
         ) from error
 
 
-class _NothingPadded(TorchDispatchMode):
+class NothingPadded(TorchDispatchMode):
     """Answers "yes" where code asks a truth value of a tensor on the meta device.
 
     What transformers asks there is whether a mask attends to every token.
@@ -175,7 +175,7 @@ class MetaModel:
             # Building writes the labels and the dtype into the configuration.
             model = self._without_adapters(copy.deepcopy(self.config), getattr(torch, dtype))
         model.eval().tie_weights()  # comes with the initialisation, which was left out
-        with torch.device("meta"), _NothingPadded():
+        with torch.device("meta"), NothingPadded():
             if self.arguments.peft_method == "prefix":
                 import peft  # a prefix starts from a forward pass, which its sizes do not need
 
@@ -339,7 +339,7 @@ def measured_pass(
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.int64, device="meta")
 
-    with torch.no_grad(), measured(model) as found, _NothingPadded():
+    with torch.no_grad(), measured(model) as found, NothingPadded():
         if meta.head != "sequence_classification":
             # Each label is scored as a text of its own, unless one position scores them all.
             rows = examples * (meta.num_labels if several_words(meta, data) else 1)

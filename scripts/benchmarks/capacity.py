@@ -17,6 +17,7 @@ import torch
 from hf_dpzero.batches.placement import measured
 from hf_dpzero.experiments.memory import (
     GIB,
+    NothingPadded,
     first_order_bytes,
     forward_bytes,
     weight_bytes,
@@ -114,7 +115,7 @@ def estimates(asked: CapacityTable, shape: str) -> dict[str, int]:
     ids = torch.zeros(asked.batch_size, asked.seq_length, dtype=torch.int64, device="meta")
     # No attention mask: without padding the models leave it out of the attention as well.
     batch = {"input_ids": ids, "labels": ids[:, 0]}
-    with torch.no_grad(), measured(model) as found:
+    with torch.no_grad(), measured(model) as found, NothingPadded():
         model(**model_inputs(model, batch))
     # as `StepBench`: one direction, AdamW on dense per-example gradients
     args = SimpleNamespace(

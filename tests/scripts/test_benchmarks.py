@@ -301,6 +301,12 @@ def test_steps_take_turns_and_are_prepared_off_the_clock(monkeypatch):
     assert log == one + [entry.replace("0", "1") for entry in one] and seconds == [[1], [1]]
 
 
+@pytest.mark.parametrize("shape", ["minilm", "roberta-base", "opt-125m", "smollm2-135m"])
+def test_an_estimate_of_every_architecture(shape):
+    found = capacity.estimates(capacity.CapacityTable(dtype="bfloat16", batch_size=8), shape)
+    assert 0 < found["inference"] <= found["step"] < found["reference"] < found["dp-adamw"]
+
+
 @pytest.mark.slow
 def test_the_estimate_agrees_with_what_a_fresh_process_takes():
     """MiniLM on the CPU: what fits is said with some room."""
