@@ -26,7 +26,7 @@ from transformers.utils import logging
 from hf_dpzero.objectives.losses import PaddedMicrobatch, PerExampleLoss, single_pass
 from hf_dpzero.parallel import collectives
 from hf_dpzero.perturbation.sharding import is_sharded, on_first, own_part, whole
-from hf_dpzero.perturbation.trainable import quantised_kind
+from hf_dpzero.perturbation.trainable import is_prompt, quantised_kind
 from hf_dpzero.reporting.weights import open_weights, saved_tensors
 from hf_dpzero.settings.setting import refuse
 
@@ -170,10 +170,15 @@ def check_splittable(model: nn.Module, args: DPZeroConfig) -> None:
     """Refuses weights that FSDP2 would change or cannot cut.
 
     Raises:
-      ValueError: quantised weights, or weights in low precision under mixed precision, which
-        Accelerate would turn into float32.
+      ValueError: quantised weights; prompts of PEFT's; or weights in low precision under mixed
+        precision, which Accelerate would turn into float32.
     """
     for name, parameter in model.named_parameters():
+        if is_prompt(name):
+            raise ValueError(
+                f"{name} is a prompt of PEFT's, which is whole where it is saved and FSDP keeps parts "
+                f"of it: train LoRA, or {_INSTEAD}."
+            )
         if (kind := quantised_kind(parameter)) is not None:
             raise ValueError(
                 f"{name} is quantised ({kind}), which FSDP does not cut into rows: {_INSTEAD}."

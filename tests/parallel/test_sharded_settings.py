@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from tiny_runs import build, config, tiny_model
@@ -68,6 +69,9 @@ def test_weights_that_fsdp_would_change_are_refused(tmp_path):
     quantised.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match="weight is quantised .*plain data parallelism"):
         fsdp.check_splittable(quantised, plain)
+    settings = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="is a prompt of PEFT's.*train LoRA, or use plain data"):
+        fsdp.check_splittable(peft.get_peft_model(tiny_model(), settings), plain)
 
 
 def test_blocks_are_layers_and_not_what_holds_an_embedding():
