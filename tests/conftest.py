@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tiny_language_models import seeded
+from tiny_language_models import drawn, seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,13 +113,7 @@ def language_model(request: pytest.FixtureRequest) -> Callable[[str], PreTrained
     """(family of LANGUAGE_MODELS) -> a tiny one whose weights are large enough to tell rows apart."""
 
     def make(family: str) -> PreTrainedModel:
-        model = request.getfixturevalue(LANGUAGE_MODELS[family])()
-        generator = torch.Generator().manual_seed(8)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.3, generator=generator)
-        return model
+        return drawn(request.getfixturevalue(LANGUAGE_MODELS[family])())
 
     return make
 

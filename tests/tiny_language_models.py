@@ -41,6 +41,16 @@ POSITIONS = 256
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
+def drawn(model: Any) -> Any:
+    """The model, its matrices drawn anew, large enough to tell rows apart."""
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    return model
+
+
 def save_masked_lm(folder: Path, seed: int = 0) -> Path:
     """A RobertaForMaskedLM (tied embeddings) with its tokenizer in `folder`, which is returned."""
     from transformers import RobertaConfig, RobertaForMaskedLM

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_language_models import drawn
 from torch import Tensor, nn
 from transformers import (
     BloomConfig,
@@ -246,15 +247,6 @@ def test_an_evaluation_runs_a_prompt_once(family, adapter, side, language_model)
     assert torch.equal(found[1], expected[1])
     assert widths[0] > 1
     assert set(widths[1:]) == {1}
-
-
-def drawn(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.3, generator=generator)
-    return model
 
 
 def forgetful(kind: str, language_model: Any) -> Any:
